@@ -1,0 +1,126 @@
+"""The run directory: one private place per running instance, for sockets, locks and client marks.
+
+Owns its layout and permissions (0700). A daemon holds an exclusive lock on `<role>.lock` for as long as it lives, so a
+second instance refuses to start and a stale socket of a dead one can be removed safely. Never deletes anything but
+sockets and lock files that it has proved dead.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import stat
+import sys
+from pathlib import Path
+
+from sparkle.errors import ConfigError
+
+# sockaddr_un.sun_path, less the terminating zero (Linux 108, macOS and BSD 104)
+IPC_PATH_LIMIT = 107 if sys.platform == "linux" else 103
+LONGEST_SOCKET_NAME = "prefetch.sock"
+
+
+class RunDir:
+    """Paths of one instance. Creating the object creates and checks the directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().absolute()
+        longest = len(os.fsencode(self.path / LONGEST_SOCKET_NAME))
+        if longest > IPC_PATH_LIMIT:
+            raise ConfigError(
+                f"run directory {self.path} is too long for a socket: {longest} bytes with {LONGEST_SOCKET_NAME}, "
+                f"the system's limit is {IPC_PATH_LIMIT}; set SPARKLE_RUN_DIR (or --run-dir) to a shorter path"
+            )
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.clients.mkdir(mode=0o700, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"cannot create run directory {self.path}: {e.strerror}; set SPARKLE_RUN_DIR") from e
+        info = self.path.stat()
+        if info.st_uid != os.getuid():
+            raise ConfigError(f"run directory {self.path} is owned by uid {info.st_uid}; set SPARKLE_RUN_DIR")
+        if stat.S_IMODE(info.st_mode) & 0o077:
+            self.path.chmod(0o700)
+
+    @property
+    def clients(self) -> Path:
+        """Folder of the lock files that prove a pool client alive."""
+        return self.path / "clients"
+
+    def socket(self, role: str) -> Path:
+        return self.path / f"{role}.sock"
+
+    @property
+    def shm_prefix(self) -> str:
+        """Start of the names of this instance's shared-memory objects: `/spk-` and 8 hex digits of the path.
+
+        macOS allows 31 characters in all, whatever the run directory's name.
+        """
+        return "/spk-" + hashlib.sha256(os.fsencode(self.path)).hexdigest()[:8]
+
+
+class FileLock:
+    """An exclusive lock on a file, held until `close` or the process's end; the kernel drops it with the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def try_acquire(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def write_pid(self) -> None:
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def remove_and_close(self) -> None:
+        """Unlink while still locked, so that no other process can lock a file about to vanish unseen."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def lock_role(rundir: RunDir, role: str) -> FileLock:
+    """Take the lock of a daemon role. Raises ConfigError if another instance holds it."""
+    lock = FileLock(rundir.path / f"{role}.lock")
+    if not lock.try_acquire():
+        pid = lock.path.read_text().strip() or "unknown"
+        lock.close()
+        raise ConfigError(
+            f"a {role} daemon (pid {pid}) already runs in {rundir.path}; "
+            "stop it, or set SPARKLE_RUN_DIR for a second instance"
+        )
+    lock.write_pid()
+    return lock
+
+
+def clear_stale_socket(path: Path) -> None:
+    """Remove the socket file of a dead predecessor; call with the role's lock held. Anything else there is an error."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path} exists and is not a socket; move it away or set SPARKLE_RUN_DIR")
+    path.unlink()
+
+
+def lock_is_free(path: Path) -> bool:
+    """True if nobody holds the lock at `path` any more: the proof that its owner is dead."""
+    if not path.exists():
+        return True
+    lock = FileLock(path)
+    try:
+        return lock.try_acquire()
+    finally:
+        lock.close()
