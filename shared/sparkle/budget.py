@@ -1,0 +1,165 @@
+"""One dial: from `memory` follow the pool, the context and the prefill step, each with its reason.
+
+Pure arithmetic over settings and a store, so that the prefetch and compute daemons derive the same numbers. What cannot
+fit is refused with the arithmetic, never clamped to something that fails later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparkle.config import Settings, parse_size
+from sparkle.errors import ConfigError
+from sparkle.machine import memory_limit
+from sparkle.store import Store
+
+MEMORY_SHARE = 0.75  # of RAM: the rest is the system's, other programs' and the page cache's
+PROCESS_BYTES = 600 << 20  # three Python processes with MLX and a tokenizer; README, "What it takes"
+RESIDENT_WIDENING = 1.15  # scales and norms are widened to float32 on the CPU: 8.5 -> 9 bits and less
+WORKSPACE_BYTES = 512 << 20  # activations, and the experts that one gather copies out of the pool
+KV_SHARE = 0.125
+MAX_PREFILL_ROWS = 256
+BACKGROUND_READS = 2  # slots that background reads may keep busy beside a step's own set
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """`slots[i]` belongs to store.classes[i]. `reasons`: one printable line per derived value."""
+
+    memory_bytes: int
+    pool_bytes: int
+    slots: tuple[int, ...]
+    prefill_rows: int
+    context_tokens: int
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def derive(settings: Settings, store: Store) -> Budget:
+    """Return what `settings.memory` buys for this store. Raises ConfigError if it can't hold one step."""
+    limit, why = memory_limit()
+    memory = settings.memory or int(limit * MEMORY_SHARE)
+    reason = f"{MEMORY_SHARE:.0%} of {gb(limit)} ({why})" if settings.memory == 0 else settings.origins["memory"]
+    reasons = [f"memory={gb(memory)} ({reason})"]
+    resident = int(store.resident_bytes * RESIDENT_WIDENING)
+    context, kv_bytes = _context(settings, store.config, memory)
+    reasons.append(f"context={context} tokens ({gb(kv_bytes)} of KV for {settings.max_active} requests)")
+    fixed = PROCESS_BYTES + WORKSPACE_BYTES + resident + kv_bytes
+    experts = sum(_class_bytes(store, i) for i in range(len(store.classes)))
+    if settings.pool:
+        pool = _override(settings.pool, experts)
+        reasons.append(f"pool={gb(pool)} ({settings.origins['pool']})")
+    else:
+        pool = min(memory - fixed, experts)
+        reasons.append(
+            f"pool={gb(max(pool, 0))} (memory {gb(memory)} - weights {gb(resident)} - KV {gb(kv_bytes)} "
+            f"- workspace {gb(WORKSPACE_BYTES)} - processes {gb(PROCESS_BYTES)}, at most all experts {gb(experts)})"
+        )
+    if memory > limit or (settings.pool and fixed + pool > limit):
+        raise ConfigError(
+            f"{gb(max(memory, fixed + pool))} asked for, but {why} gives {gb(limit)}; lower SPARKLE_MEMORY"
+        )
+    slots = _slots(store, pool, experts)
+    rows = _prefill_rows(store, slots)
+    reasons.append(
+        f"slots={'+'.join(map(str, slots))} of {'+'.join(str(_class_experts(store, i)) for i in range(len(slots)))}"
+    )
+    reasons.append(f"prefill={rows} rows per step")
+    return Budget(memory, pool, slots, rows, context, tuple(reasons), _warnings(store, slots))
+
+
+def gb(n_bytes: float) -> str:
+    """A size for people: two or three significant digits."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if abs(n_bytes) >= size:
+            return f"{n_bytes / size:.{1 if n_bytes < 100 * size else 0}f} {unit}"
+    return f"{n_bytes / 1e3:.0f} kB"
+
+
+def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
+    """Bytes that one token adds to the KV caches of the full-attention layers, in float32."""
+    n_layers = int(config["num_hidden_layers"])
+    if "layer_types" in config:
+        n_layers = sum(t != "linear_attention" for t in config["layer_types"])
+    elif "full_attention_interval" in config:
+        n_layers = n_layers // int(config["full_attention_interval"])
+    heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    return n_layers * 2 * heads * head_dim * 4
+
+
+def _context(settings: Settings, config: Mapping[str, Any], memory: int) -> tuple[int, int]:
+    per_token = kv_bytes_per_token(config)
+    trained = int(config.get("max_position_embeddings", 32768))
+    affordable = int(memory * KV_SHARE) // (per_token * settings.max_active)
+    context = min(trained, affordable)
+    return context, context * per_token * settings.max_active
+
+
+def _main_layers(store: Store, class_index: int) -> list[Any]:
+    return [layer for layer in store.layers if layer.layout == class_index and layer.kind == "main"]
+
+
+def _class_experts(store: Store, class_index: int) -> int:
+    return sum(layer.n_experts for layer in _main_layers(store, class_index))
+
+
+def _class_bytes(store: Store, class_index: int) -> int:
+    return _class_experts(store, class_index) * store.classes[class_index].record_bytes
+
+
+def _override(text: str, experts: int) -> int:
+    return min(experts, int(experts * float(text[:-1]) / 100)) if text.endswith("%") else min(experts, parse_size(text))
+
+
+def _least_slots(store: Store, class_index: int, rows: int) -> int:
+    """The largest per-layer union of a step of `rows` rows, and the slots that background reads keep busy."""
+    layers = _main_layers(store, class_index)
+    return max((min(x.n_experts, rows * x.top_k) for x in layers), default=0) + (BACKGROUND_READS if layers else 0)
+
+
+def _slots(store: Store, pool: int, experts: int) -> tuple[int, ...]:
+    """Share the pool by each class's share of the expert bytes; refuse what cannot hold one row's experts."""
+    slots = []
+    for i, layout in enumerate(store.classes):
+        all_slots = _class_experts(store, i)
+        share = pool * _class_bytes(store, i) // experts if experts else 0
+        n = min(all_slots, share // layout.record_bytes)
+        least = min(_least_slots(store, i, rows=1), all_slots)
+        if n < least:
+            total = sum(
+                min(_least_slots(store, j, 1), _class_experts(store, j)) * c.record_bytes
+                for j, c in enumerate(store.classes)
+            )
+            raise ConfigError(
+                f"the pool of {gb(max(pool, 0))} holds {max(n, 0)} experts of layout class {layout.name}, "
+                f"but one step needs {least}: top_k {least - BACKGROUND_READS} + {BACKGROUND_READS} reads under way, "
+                f"{gb(layout.record_bytes)} each; raise SPARKLE_MEMORY (or SPARKLE_POOL to at least {gb(total)})"
+            )
+        slots.append(int(n))
+    return tuple(slots)
+
+
+def _prefill_rows(store: Store, slots: tuple[int, ...]) -> int:
+    """The most rows whose experts fit the pool and the workspace whatever the router chooses."""
+    rows = MAX_PREFILL_ROWS
+    for i, n in enumerate(slots):
+        for layer in _main_layers(store, i):
+            record = store.classes[i].record_bytes
+            fits_all = n >= min(layer.n_experts + BACKGROUND_READS, _class_experts(store, i))
+            by_pool = MAX_PREFILL_ROWS if fits_all else (n - BACKGROUND_READS) // layer.top_k
+            union = WORKSPACE_BYTES // record
+            by_workspace = MAX_PREFILL_ROWS if union >= layer.n_experts else union // layer.top_k
+            rows = min(rows, max(1, by_pool), max(1, by_workspace))
+    return rows
+
+
+def _warnings(store: Store, slots: tuple[int, ...]) -> tuple[str, ...]:
+    out = []
+    for i, n in enumerate(slots):
+        step = sum(layer.top_k for layer in _main_layers(store, i))
+        if n < step:
+            out.append(f"{n} slots are fewer than one token's {step} experts: nearly every expert will be read again")
+    return tuple(out)

@@ -1,0 +1,272 @@
+"""A client of the expert pool: finds experts in shared memory, asks the prefetch daemon for those that are not there.
+
+Owns a DEALER to the prefetch daemon, one bit of the slot masks, one event ring, a lock file that proves the client
+alive, and the mapped regions. Sends AttachPool, FetchExperts, CancelFetch, DetachPool. Never writes to a region, and
+never returns a slot that does not hold what was asked for. Everything here is used by one thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from sparkle import config, regions, wire
+from sparkle._native import PoolClient as _NativeClient
+from sparkle.errors import Cancelled, PeerError, PoolError, SparkleError, StorageError, UnplacedExpert, from_code
+from sparkle.messages import (
+    AttachPool,
+    CancelFetch,
+    DetachPool,
+    Error,
+    ExpertsReady,
+    FetchExperts,
+    Hello,
+    Message,
+    PoolAttached,
+    Welcome,
+)
+from sparkle.rundir import FileLock, RunDir
+from sparkle.store import Store
+
+POLL_MS = 20  # how often a wait looks for an abort; replies wake it at once
+RING_POLL_S = 0.001
+FIRST_RESEND_S = 0.05  # daemons start together; the pool of a small model is ready in a tenth of a second
+
+
+class PoolClient:
+    """See the module. `generation` grows whenever the regions were mapped anew: views made before are stale."""
+
+    def __init__(self, rundir: RunDir, store: Store, layers: Sequence[int], role: str) -> None:
+        self._rundir = rundir
+        self._store = store
+        self._layers = list(layers)
+        self._role = role
+        self.incarnation = f"{role}-{os.getpid()}-{time.time_ns():x}"
+        self._lock = FileLock(rundir.clients / f"{self.incarnation}.lock")
+        if not self._lock.try_acquire():
+            raise PeerError(f"cannot lock {self._lock.path}; another process uses this name")
+        self._context = wire.Context()
+        self._socket = wire.dealer(self._context, rundir.socket("prefetch"))
+        self._ids = itertools.count(1)
+        self._abandoned: set[str] = set()
+        self._native: _NativeClient | None = None
+        self._bit = -1
+        self._epoch = 0
+        self._segment = ""
+        self.regions: list[regions.Region] = []
+        self.generation = 0
+        self.stall_s = 0.0
+        self.unplaced_experts = 0
+
+    # --- attaching -------------------------------------------------------------------------------------------------
+
+    def attach(self, deadline_s: float, should_abort: Callable[[], bool] = lambda: False) -> None:
+        """Join the pool, waiting until the prefetch daemon is ready. Raises PeerError at the deadline."""
+        end = time.monotonic() + deadline_s
+        interval_s = FIRST_RESEND_S
+        while True:
+            self._send(Hello(self._role, os.getpid(), model=self._store.fingerprint))
+            self._send(AttachPool(self.incarnation, os.getpid(), self._layers))
+            pause = min(end, time.monotonic() + interval_s)
+            interval_s = min(2 * interval_s, config.RESEND_S)
+            while (message := self._receive(pause, should_abort)) is not None:
+                if isinstance(message, PoolAttached):
+                    self._map(message)
+                    return
+                if isinstance(message, Error) and not message.retryable:
+                    raise from_code(message.code, message.message)
+            if time.monotonic() >= end:
+                raise PeerError(
+                    f"no pool from the prefetch daemon at {self._rundir.socket('prefetch')} within {deadline_s:.0f} s; "
+                    "is it running? (sparkle-ctl status)"
+                )
+
+    def _map(self, attached: PoolAttached) -> None:
+        if attached.segment == self._segment and attached.epoch == self._epoch and self._native is not None:
+            return
+        same_memory = attached.segment == self._segment and attached.bit == self._bit and self._is_same_control()
+        if not same_memory:
+            native = _NativeClient.attach(attached.segment, attached.bit)
+            if native.fingerprint != self._store.fingerprint:
+                raise PoolError(
+                    "the pool holds another model's experts; restart the daemons with the same SPARKLE_MODEL"
+                )
+            self.regions = [
+                regions.Region.attach(spec, self._store.classes[spec.layout])
+                for spec in regions.from_json(native.layout)
+            ]
+            self._native = native
+            self.generation += 1
+        self._segment, self._bit, self._epoch = attached.segment, attached.bit, attached.epoch
+        self.native.reconcile()  # grants of a daemon that died before it could tell
+
+    def _is_same_control(self) -> bool:
+        """True if the segment of this name is still the one that is mapped: a new pool has new region names."""
+        if self._native is None:
+            return False
+        return _NativeClient.attach(self._segment, self._bit).layout == self._native.layout
+
+    @property
+    def native(self) -> _NativeClient:
+        if self._native is None:
+            raise PoolError("not attached to the pool")
+        return self._native
+
+    # --- experts ---------------------------------------------------------------------------------------------------
+
+    def acquire(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        step: int,
+        should_abort: Callable[[], bool] = lambda: False,
+    ) -> list[int]:
+        """Return a held slot for each of the distinct `experts` of store layer `layer`.
+
+        The caller releases the slots when every evaluation that reads them has completed. Raises UnplacedExpert or
+        StorageError if an expert cannot be placed before FETCH_DEADLINE_S, Cancelled if `should_abort` says so; nothing
+        is held then.
+        """
+        slots = self.native.hold(layer, experts)
+        self._tell(step, layer, experts, slots, should_abort)
+        if min(slots) >= 0:
+            return slots
+        # INVARIANT: a client that waits holds nothing of its set, so two clients cannot block each other. The set is
+        # granted as a whole.
+        self.native.release(slots)
+        began = time.monotonic()
+        try:
+            return self._fetch(layer, experts, began + config.FETCH_DEADLINE_S, should_abort)
+        except SparkleError as e:
+            if not isinstance(e, Cancelled):
+                self.unplaced_experts += 1
+            raise
+        finally:
+            self.stall_s += time.monotonic() - began
+
+    def release(self, slots: Sequence[int]) -> None:
+        self.native.release(slots)
+
+    def _tell(
+        self, step: int, layer: int, experts: Sequence[int], slots: list[int], should_abort: Callable[[], bool]
+    ) -> None:
+        """Write the event that policy learns from; waits while the ring is full, for nothing may be dropped."""
+        if self.native.push_event(step % 2**32, layer, experts, slots):
+            return
+        end = time.monotonic() + config.RING_DEADLINE_S
+        while not self.native.push_event(step % 2**32, layer, experts, slots):
+            if should_abort() or time.monotonic() > end:
+                self.native.release(slots)
+                raise (
+                    Cancelled("cancelled while the event ring was full")
+                    if should_abort()
+                    else PeerError(
+                        f"the prefetch daemon has not read events for {config.RING_DEADLINE_S:.0f} s; is it alive?"
+                    )
+                )
+            time.sleep(RING_POLL_S)
+
+    def _fetch(self, layer: int, experts: Sequence[int], end: float, should_abort: Callable[[], bool]) -> list[int]:
+        request_id = f"{self.incarnation}/{next(self._ids)}"
+        resend_at = 0.0
+        while True:
+            now = time.monotonic()
+            if should_abort() or now >= end:
+                self._abandon(request_id)
+                if should_abort():
+                    raise Cancelled("cancelled while waiting for experts")
+                raise UnplacedExpert(
+                    f"{len(experts)} experts of layer {layer} were not placed within {config.FETCH_DEADLINE_S:.0f} s: "
+                    "the disk is too slow, the pool too small, or the prefetch daemon is down (sparkle-ctl status)"
+                )
+            if now >= resend_at:
+                self._request(request_id, layer, experts, end - now, is_first=resend_at == 0.0)
+                resend_at = now + config.RESEND_S
+            message = self._receive(min(end, resend_at), should_abort)
+            slots = self._take(message, request_id, layer, experts)
+            if slots is not None:
+                return slots
+            if isinstance(message, ExpertsReady) and message.request_id == request_id:
+                request_id, resend_at = f"{self.incarnation}/{next(self._ids)}", 0.0  # evicted meanwhile: ask anew
+
+    def _request(self, request_id: str, layer: int, experts: Sequence[int], left_s: float, is_first: bool) -> None:
+        if not is_first:  # silence: the daemon may have been restarted, and a new one does not know us yet
+            self._send(Hello(self._role, os.getpid(), model=self._store.fingerprint))
+            self._send(AttachPool(self.incarnation, os.getpid(), self._layers))
+        self._send(
+            FetchExperts(
+                request_id=request_id,
+                incarnation=self.incarnation,
+                bit=self._bit,
+                layer=layer,
+                experts=list(experts),
+                ring_position=self.native.ring_position,
+                deadline_ms=max(1, int(left_s * 1000)),
+            )
+        )
+
+    def _take(self, message: Message | None, request_id: str, layer: int, experts: Sequence[int]) -> list[int] | None:
+        """Handle a message that arrived while `request_id` was waited for; the held slots if it completes the set."""
+        if isinstance(message, PoolAttached):
+            self._map(message)
+        elif isinstance(message, ExpertsReady):
+            if message.request_id != request_id:
+                return None
+            # The grants keep the slots; taking them is an ordinary hold, so a wrong slot can't slip through.
+            slots = self.native.hold(layer, experts)
+            if min(slots) >= 0:
+                return slots
+            self.native.release(slots)
+            self.native.reconcile()
+        elif isinstance(message, Error) and message.request_id == request_id:
+            self.native.reconcile()
+            error = from_code(message.code, message.message)
+            if isinstance(error, StorageError):
+                raise error
+            if not isinstance(error, PeerError):  # a PeerError says: not yet; it is asked again
+                raise UnplacedExpert(str(error))
+        return None
+
+    def _abandon(self, request_id: str) -> None:
+        self._abandoned.add(request_id)
+        self._send(CancelFetch(request_id))
+
+    # --- messages --------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._socket.send_multipart(wire.encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            return  # thousands of messages wait for a daemon that is gone; the resend after its return counts
+
+    def _receive(self, until: float, should_abort: Callable[[], bool]) -> Message | None:
+        """Return the next message, or None at `until` or on abort."""
+        while not should_abort():
+            left_ms = int((until - time.monotonic()) * 1000)
+            if left_ms <= 0:
+                return None
+            if not self._socket.poll(min(POLL_MS, left_ms)):
+                continue
+            message = wire.decode(self._socket.recv_multipart())
+            request_id = getattr(message, "request_id", None)
+            if request_id in self._abandoned:
+                self._abandoned.discard(request_id)
+                self.native.reconcile()  # its grants crossed our cancel
+                continue
+            if isinstance(message, Welcome):
+                continue
+            return message
+        return None
+
+    def close(self) -> None:
+        """Leave the pool: views made from the regions must not be used any more."""
+        self._send(DetachPool(self.incarnation))
+        self.regions = []
+        self._native = None
+        self._socket.close()
+        self._context.term()
+        self._lock.remove_and_close()
