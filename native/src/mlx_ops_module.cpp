@@ -52,5 +52,6 @@ mx::array adopt(nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device:
 }  // namespace
 
 NB_MODULE(_mlx_ops, m) {
+  nb::set_leak_warnings(false);  // adopted arrays may outlive this module at exit: the process ends with them
   m.def("adopt", &adopt, "bytes"_a, "shape"_a, "dtype"_a);
 }

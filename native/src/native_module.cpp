@@ -75,6 +75,7 @@ void set_client(Header& header, std::uint32_t bit, const std::string& name) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // views of a pool may outlive this module at exit: the process ends with them
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);

@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 import zmq
+
 from sparkle import config, wire
 from sparkle.errors import ConfigError, ProtocolError, SparkleError
 from sparkle.messages import PROTOCOL, Error, Hello, Message, Ping, Pong, Status, StatusRequest, Welcome
@@ -94,6 +95,9 @@ class Daemon:
 
     def model_fingerprint(self) -> str | None:
         return None
+
+    def on_wake(self) -> None:
+        """`wake` was called: look at what other threads have left."""
 
     def on_peer_lost(self, peer: bytes) -> None:
         """A message could not be delivered: the peer has gone, or has not read for thousands of messages."""
@@ -193,6 +197,7 @@ class Daemon:
         with contextlib.suppress(BlockingIOError):
             while self._wake_r.recv(4096):
                 pass
+        self.on_wake()
 
     def _on_router(self) -> None:
         for _ in range(256):  # then let timers and other sources have their turn

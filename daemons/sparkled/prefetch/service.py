@@ -67,6 +67,7 @@ class PrefetchDaemon(Daemon):
         self._residency: Residency | None = None
         self._reads: ReadQueue | None = None
         self._clients: dict[str, int] = {}
+        self._last_event: dict[int, tuple[int, frozenset[int]]] = {}
         self._layers_used: set[int] = set()
         self._fill: Iterator[Key] = iter(())
 
@@ -205,6 +206,7 @@ class PrefetchDaemon(Daemon):
             raise PoolError(f"the pool has {_native.MAX_CLIENTS} clients already; end one")
         bit = min(free)
         pool.reset_ring(bit)
+        self._last_event.pop(bit, None)
         pool.set_client(bit, incarnation)
         return bit
 
@@ -234,11 +236,13 @@ class PrefetchDaemon(Daemon):
     def on_fetch_experts(self, peer: bytes, message: FetchExperts) -> None:
         residency, _ = self._serving()
         self._check(message)
-        hits = self._drain(message.bit, message.ring_position, message.layer)
+        self._drain(message.bit, message.ring_position)
+        layer, hits = self._last_event.get(message.bit, (-1, frozenset()))
         if (running := residency.requests.get(message.request_id)) is not None:
             running.peer = peer  # sent again; the answer goes where it was asked last
             return
-        residency.fetch(Request(peer, message, time.monotonic() + message.deadline_ms / 1e3, hits))
+        was_hit = hits if layer == message.layer else frozenset()
+        residency.fetch(Request(peer, message, time.monotonic() + message.deadline_ms / 1e3, was_hit))
 
     def _check(self, message: FetchExperts) -> None:
         if self._clients.get(message.incarnation) != message.bit:
@@ -272,10 +276,9 @@ class PrefetchDaemon(Daemon):
 
     # --- timers ----------------------------------------------------------------------------------------------------
 
-    def _drain(self, bit: int, limit: int = 2**63, layer: int = -1) -> frozenset[int]:
-        """Feed the policy what a client did. Returns the experts of its last event that it found, if it was `layer`."""
+    def _drain(self, bit: int, limit: int = 2**63) -> None:
+        """Feed the policy what a client did, and remember its last event: (layer, experts that it found)."""
         residency, pool = self._serving()
-        hits: frozenset[int] = frozenset()
         try:
             events = pool.drain(bit, limit)
         except RuntimeError as e:
@@ -284,8 +287,7 @@ class PrefetchDaemon(Daemon):
             if not event_layer < len(self._store.layers):
                 raise ProtocolError(f"client bit {bit}: event of layer {event_layer}, which does not exist")
             residency.used(event_layer, experts)
-            hits = frozenset(e for e, is_hit in experts if is_hit) if event_layer == layer else frozenset()
-        return hits
+            self._last_event[bit] = (event_layer, frozenset(e for e, is_hit in experts if is_hit))
 
     def _retry(self) -> None:
         residency, _ = self._serving()
@@ -323,7 +325,9 @@ class PrefetchDaemon(Daemon):
     def metrics(self) -> dict[str, Any]:
         out: dict[str, Any] = {
             "model_name": self._store.name,
-            "experts_bytes": self._store.expert_bytes(),
+            "experts_bytes": sum(
+                x.n_experts * self._store.classes[x.layout].record_bytes for x in self._store.layers if x.kind == "main"
+            ),
             "n_experts": sum(x.n_experts for x in self._store.layers if x.index in self._layers_used),
             "n_clients": len(self._clients),
         }
