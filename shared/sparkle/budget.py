@@ -121,25 +121,19 @@ def _least_slots(store: Store, class_index: int, rows: int) -> int:
 
 
 def _slots(store: Store, pool: int, experts: int) -> tuple[int, ...]:
-    """Share the pool by each class's share of the expert bytes; refuse what cannot hold one row's experts."""
-    slots = []
-    for i, layout in enumerate(store.classes):
-        all_slots = _class_experts(store, i)
-        share = pool * _class_bytes(store, i) // experts if experts else 0
-        n = min(all_slots, share // layout.record_bytes)
-        least = min(_least_slots(store, i, rows=1), all_slots)
-        if n < least:
-            total = sum(
-                min(_least_slots(store, j, 1), _class_experts(store, j)) * c.record_bytes
-                for j, c in enumerate(store.classes)
-            )
-            raise ConfigError(
-                f"the pool of {gb(max(pool, 0))} holds {max(n, 0)} experts of layout class {layout.name}, "
-                f"but one step needs {least}: top_k {least - BACKGROUND_READS} + {BACKGROUND_READS} reads under way, "
-                f"{gb(layout.record_bytes)} each; raise SPARKLE_MEMORY (or SPARKLE_POOL to at least {gb(total)})"
-            )
-        slots.append(int(n))
-    return tuple(slots)
+    """Give each class what one row needs, and share the rest by what each class still lacks."""
+    every = [_class_experts(store, i) for i in range(len(store.classes))]
+    least = [min(_least_slots(store, i, rows=1), n) for i, n in enumerate(every)]
+    sizes = [layout.record_bytes for layout in store.classes]
+    needed = sum(n * size for n, size in zip(least, sizes, strict=True))
+    if pool < needed:
+        parts = " + ".join(f"{n} of {gb(size)}" for n, size in zip(least, sizes, strict=True) if n)
+        raise ConfigError(
+            f"a pool of {gb(max(pool, 0))} cannot hold one step: it needs {gb(needed)} ({parts}: top_k experts "
+            f"of a layer and {BACKGROUND_READS} reads under way); raise SPARKLE_MEMORY (or SPARKLE_POOL)"
+        )
+    rest, lacking = pool - needed, experts - needed
+    return tuple(n + (rest * (total - n) // lacking if lacking else 0) for n, total in zip(least, every, strict=True))
 
 
 def _prefill_rows(store: Store, slots: tuple[int, ...]) -> int:
