@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 
+import psutil
+
 from sparkle import config
 from sparkle.errors import ConfigError, PeerError, PoolError, ProtocolError, SparkleError, StorageError
 
@@ -33,7 +35,7 @@ def keep(role: str) -> int:
 class _Keeper:
     def __init__(self, role: str) -> None:
         self._role = role
-        self._parent = os.getppid()
+        self._parents = _parents_up_to_honcho()
         self._stop_at: float | None = None
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -66,18 +68,45 @@ class _Keeper:
                 self._watch(child)
 
     def _watch(self, child: subprocess.Popen[bytes]) -> None:
-        if os.getppid() != self._parent and self._stop_at is None:
+        if self._stop_at is None and self._is_orphan():
             self.on_signal(signal.SIGTERM, None)
         if self._stop_at is not None and time.monotonic() > self._stop_at:
             child.kill()  # it had its time; honcho would kill us next and leave it behind
 
+    def _is_orphan(self) -> bool:
+        return os.getppid() != self._parents[0].pid or not all(map(_is_alive, self._parents))
+
     def _sleep(self, delay_s: float) -> bool:
         end = time.monotonic() + delay_s
         while time.monotonic() < end:
-            if self._stop_at is not None or os.getppid() != self._parent:
+            if self._stop_at is not None or self._is_orphan():
                 return False
             time.sleep(POLL_S)
         return True
+
+
+def _parents_up_to_honcho() -> list[psutil.Process]:
+    """The processes that this one must not outlive: its parent, and all up to honcho where honcho started it.
+
+    honcho puts a process of its own and a shell between itself and us; when it is killed, these live on.
+    """
+    parents = psutil.Process().parents()
+    last = max((i for i, p in enumerate(parents) if any("honcho" in part for part in _command(p)[:2])), default=0)
+    return parents[: last + 1]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # another user's, or gone meanwhile
+        return []
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _main(role: str) -> int:

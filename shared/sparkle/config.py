@@ -20,7 +20,7 @@ from sparkle.errors import ConfigError
 
 # Deadlines. Every wait in Sparkle ends at one of these.
 START_DEADLINE_S = 180.0  # a daemon waits this long for the daemon it depends on; loading a large model takes a minute
-STATUS_DEADLINE_S = 0.8  # sparkle-ctl status must stay under a second
+STATUS_DEADLINE_S = 0.6  # sparkle-ctl status must stay under a second
 HELLO_DEADLINE_S = 5.0  # a client waits this long for a Welcome from a running daemon
 FETCH_DEADLINE_S = 30.0  # a set of experts must be in its slots by then, or the request fails
 RESEND_S = 1.0  # an unanswered FetchExperts is repeated: the daemon may have been restarted
@@ -31,17 +31,20 @@ LIVENESS_S = 3.0  # a silent peer is shown as unresponsive after this
 PROGRESS_S = 0.5  # interval of Progress messages
 
 
-def _size(text: str) -> int:
+def parse_size(text: str) -> int:
     m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
     if not m:
         raise ValueError("a size such as 24GB, 512MiB or 1000000")
     step = 1024 if m[3] else 1000
-    return int(float(m[1]) * step ** ("kmgt".index(m[2].lower()) + 1 if m[2] else 0))
+    size = float(m[1]) * step ** ("kmgt".index(m[2].lower()) + 1 if m[2] else 0)
+    if size >= 2**63:
+        raise ValueError("a size below 8 EiB")
+    return int(size)
 
 
 def _pool(text: str) -> str:
     if text and not re.fullmatch(r"\d+(\.\d+)?%", text):
-        _size(text)
+        parse_size(text)
     elif text and not 0 < float(text[:-1]) <= 100:
         raise ValueError("a size or a share of the experts between 0% and 100%")
     return text
@@ -96,7 +99,7 @@ class Settings:
 
     run_dir: Path = _setting(_default_run_dir, _path, "folder of sockets and locks, one per running instance")
     model: Path = _setting("models/sparkle-46m.store", _path, "expert store to serve (see sparkle-ctl models)")
-    memory: int = _setting("0", _size, "the one dial: memory for weights, pool and KV; 0 = from RAM or limit")
+    memory: int = _setting("0", parse_size, "the one dial: memory for weights, pool and KV; 0 = from RAM or limit")
     pool: str = _setting("", _pool, "override of the expert pool: a size, or a share of all experts such as 25%")
     device: str = _setting("auto", _choice("auto", "cpu", "gpu"), "MLX device; auto takes the GPU if mlx has one")
     io: str = _setting("auto", _choice("auto", "uring", "threads"), "how records are read; auto = io_uring if allowed")

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import socket as socketlib
 import stat
 import sys
 from pathlib import Path
@@ -124,3 +125,16 @@ def lock_is_free(path: Path) -> bool:
         return lock.try_acquire()
     finally:
         lock.close()
+
+
+def is_listening(path: Path) -> bool:
+    """True if a process accepts connections on the socket at `path`; that of a dead daemon refuses them."""
+    with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except BlockingIOError:  # alive, but too busy (or stopped) to accept
+            return True
+        except OSError:
+            return False
+        return True

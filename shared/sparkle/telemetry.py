@@ -23,7 +23,7 @@ class Metric:
 _TABLE = """
 prefetch model_name             text     -       name of the store served
 prefetch pool_bytes             gauge    bytes   shared memory of the pool's regions
-prefetch experts_bytes          gauge    bytes   all expert records of the store
+prefetch experts_bytes          gauge    bytes   all expert records of the main model
 prefetch n_regions              gauge    items   regions allocated
 prefetch n_slots                gauge    items   slots in all regions
 prefetch n_experts              gauge    items   experts in the store's layers that clients use

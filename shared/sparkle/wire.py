@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgpack
 import zmq
+
 from sparkle.errors import ProtocolError, SparkleError
 from sparkle.messages import KINDS, Error, Message
 
@@ -51,7 +53,7 @@ def decode(frames: Sequence[bytes]) -> Message:
         raise ProtocolError(f"{cls.__name__} of {len(frames[2])} bytes exceeds the limit of {MAX_BODY_BYTES}")
     try:
         body = msgpack.unpackb(frames[2], raw=False, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException, UnicodeDecodeError, RecursionError) as e:
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as e:  # TypeError: a map as a map's key
         raise ProtocolError(f"{cls.__name__}: body is not msgpack: {e}") from None
     return _build(cls, body, cls.__name__)
 
@@ -61,7 +63,7 @@ def request_id_of(frames: Sequence[bytes]) -> str | None:
     try:
         body = msgpack.unpackb(frames[2], raw=False, strict_map_key=False)
         request_id = body.get("request_id")
-    except (IndexError, ValueError, AttributeError, msgpack.UnpackException, RecursionError):
+    except (IndexError, ValueError, TypeError, AttributeError, msgpack.UnpackException, RecursionError):
         return None
     return request_id if isinstance(request_id, str) else None
 
@@ -179,4 +181,5 @@ def _check_open(value: Any, where: str, depth: int) -> Any:
 
 def _expect(is_ok: bool, value: Any, what: str, where: str) -> None:
     if not is_ok:
-        raise ProtocolError(f"{where}: expected {what}, got {str(value)[:60]!r}")
+        # reprlib, because str() of a list nested a thousand times, which msgpack allows, is a RecursionError
+        raise ProtocolError(f"{where}: expected {what}, got {reprlib.repr(value)[:60]}")

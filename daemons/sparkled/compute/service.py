@@ -34,9 +34,10 @@ class ComputeDaemon(Daemon):
     role = "compute"
 
     def __init__(self, settings: config.Settings) -> None:
-        super().__init__(settings)
+        # Before locks and sockets are taken: a start that cannot succeed leaves nothing behind.
         self._store = Store.open(settings.resolved_model())
         self._plan = budget.derive(settings, self._store)
+        super().__init__(settings)
         self._engine = Engine(settings, self._store, self._plan, self.rundir, self.wake)
         self._loaded: LoadedModel | None = None
         self._running: dict[tuple[bytes, str], Generation] = {}

@@ -54,9 +54,10 @@ class PrefetchDaemon(Daemon):
     role = "prefetch"
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+        # Before locks and sockets are taken: a start that cannot succeed leaves nothing behind.
         self._store = Store.open(settings.resolved_model())
         self._budget = budget.derive(settings, self._store)
+        super().__init__(settings)
         for line in (*self._budget.reasons, *(f"warning: {w}" for w in self._budget.warnings)):
             log.info("budget %s", line)
         self._built: _Built | SparkleError | None = None
