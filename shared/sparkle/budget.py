@@ -6,7 +6,8 @@ fit is refused with the arithmetic, never clamped to something that fails later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ def derive(settings: Settings, store: Store) -> Budget:
         raise ConfigError(
             f"{gb(max(memory, fixed + pool))} asked for, but {why} gives {gb(limit)}; lower SPARKLE_MEMORY"
         )
-    slots = _slots(store, pool, experts)
+    slots = _slots(store, pool, experts, reasons[-1])
     rows = _prefill_rows(store, slots)
     reasons.append(
         f"slots={'+'.join(map(str, slots))} of {'+'.join(str(_class_experts(store, i)) for i in range(len(slots)))}"
@@ -70,12 +71,11 @@ def derive(settings: Settings, store: Store) -> Budget:
     return Budget(memory, pool, slots, rows, context, tuple(reasons), _warnings(store, slots))
 
 
-def gb(n_bytes: float) -> str:
-    """A size for people: two or three significant digits."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if abs(n_bytes) >= size:
-            return f"{n_bytes / size:.{1 if n_bytes < 100 * size else 0}f} {unit}"
-    return f"{n_bytes / 1e3:.0f} kB"
+def gb(n_bytes: float, rounded: Callable[[float], int] = round) -> str:
+    """A size for people: two or three significant digits; `math.ceil` for what must be enough when it is asked for."""
+    unit, size = next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if abs(n_bytes) >= s or u == "kB")
+    digits = 1 if unit != "kB" and abs(n_bytes) < 100 * size else 0
+    return f"{rounded(n_bytes / size * 10**digits) / 10**digits:.{digits}f} {unit}"
 
 
 def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
@@ -93,8 +93,9 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
 def _context(settings: Settings, config: Mapping[str, Any], memory: int) -> tuple[int, int]:
     per_token = kv_bytes_per_token(config)
     trained = int(config.get("max_position_embeddings", 32768))
-    affordable = int(memory * KV_SHARE) // (per_token * settings.max_active)
-    context = min(trained, affordable)
+    context = trained
+    if per_token:  # else no layer has full attention: the state does not grow
+        context = min(trained, int(memory * KV_SHARE) // (per_token * settings.max_active))
     return context, context * per_token * settings.max_active
 
 
@@ -120,7 +121,7 @@ def _least_slots(store: Store, class_index: int, rows: int) -> int:
     return max((min(x.n_experts, rows * x.top_k) for x in layers), default=0) + (BACKGROUND_READS if layers else 0)
 
 
-def _slots(store: Store, pool: int, experts: int) -> tuple[int, ...]:
+def _slots(store: Store, pool: int, experts: int, reason: str) -> tuple[int, ...]:
     """Give each class what one row needs, and share the rest by what each class still lacks."""
     every = [_class_experts(store, i) for i in range(len(store.classes))]
     least = [min(_least_slots(store, i, rows=1), n) for i, n in enumerate(every)]
@@ -129,8 +130,8 @@ def _slots(store: Store, pool: int, experts: int) -> tuple[int, ...]:
     if pool < needed:
         parts = " + ".join(f"{n} of {gb(size)}" for n, size in zip(least, sizes, strict=True) if n)
         raise ConfigError(
-            f"a pool of {gb(max(pool, 0))} cannot hold one step: it needs {gb(needed)} ({parts}: top_k experts "
-            f"of a layer and {BACKGROUND_READS} reads under way); raise SPARKLE_MEMORY (or SPARKLE_POOL)"
+            f"{reason} cannot hold one step, which needs {gb(needed, math.ceil)} ({parts}: top_k experts of a layer "
+            f"and {BACKGROUND_READS} reads under way); raise SPARKLE_MEMORY (or SPARKLE_POOL)"
         )
     rest, lacking = pool - needed, experts - needed
     return tuple(n + (rest * (total - n) // lacking if lacking else 0) for n, total in zip(least, every, strict=True))

@@ -24,6 +24,7 @@ STATUS_DEADLINE_S = 0.6  # sparkle-ctl status must stay under a second
 HELLO_DEADLINE_S = 5.0  # a client waits this long for a Welcome from a running daemon
 FETCH_DEADLINE_S = 30.0  # a set of experts must be in its slots by then, or the request fails
 RESEND_S = 1.0  # an unanswered FetchExperts is repeated: the daemon may have been restarted
+CANCEL_DEADLINE_S = 0.5  # a client that gives a fetch up waits this long to learn what it was granted meanwhile
 RING_DEADLINE_S = 10.0  # a full event ring must have been drained by then
 REQUEST_SILENCE_S = 60.0  # a client gives a request up after this long without any message about it
 SHUTDOWN_S = 3.5  # SIGTERM to exit; honcho kills at 5

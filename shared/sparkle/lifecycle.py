@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import signal
@@ -74,6 +75,7 @@ class Daemon:
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._due: list[float] = []
+        self._once: list[tuple[float, Callable[[], None]]] = []
         self._is_stopping = False
         self._wake_r, self._wake_w = socketlib.socketpair()
         self._wake_r.setblocking(False)
@@ -135,6 +137,11 @@ class Daemon:
         self._timers.append((interval_s, handler))
         self._due.append(time.monotonic())
 
+    def after(self, delay_s: float, handler: Callable[[], None]) -> None:
+        """Call `handler` once; nothing is added if it is going to be called already."""
+        if all(waiting != handler for _, waiting in self._once):
+            self._once.append((time.monotonic() + delay_s, handler))
+
     def wake(self) -> None:
         """Make the loop run once more; from any thread."""
         with contextlib.suppress(BlockingIOError):  # the buffer is full of wake-ups already
@@ -177,8 +184,13 @@ class Daemon:
             if now >= self._due[i]:
                 self._due[i] = now + interval_s
                 handler()
-        wait_s = min([TICK_S, *(due - time.monotonic() for due in self._due)])
-        for source, _ in self._poller.poll(max(0, int(wait_s * 1000))):
+        ripe = [handler for due, handler in self._once if now >= due]
+        self._once = [(due, handler) for due, handler in self._once if now < due]
+        for handler in ripe:
+            handler()
+        dues = [*self._due, *(due for due, _ in self._once)]
+        wait_s = min([TICK_S, *(due - time.monotonic() for due in dues)])
+        for source, _ in self._poller.poll(max(0, math.ceil(wait_s * 1000))):  # rounded down, the loop would spin
             if source in self._handlers:  # an earlier handler may have unwatched it
                 self._handlers[source]()
 
@@ -218,7 +230,8 @@ class Daemon:
             handler(peer, message)
         except SparkleError as e:
             if isinstance(e, ProtocolError):
-                log.warning("bad_message peer=%s %s", peer.hex(), e)
+                kind = frames[1][:40] if len(frames) > 1 else b""
+                log.warning("bad_message peer=%s kind=%r", peer.hex(), kind)  # its text may quote a prompt: not logged
             self.reply(peer, wire.error_of(e, request_id or wire.request_id_of(frames)))
 
     def _close(self) -> None:

@@ -7,6 +7,7 @@ never returns a slot that does not hold what was asked for. Everything here is u
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -16,7 +17,16 @@ import zmq
 
 from sparkle import config, regions, wire
 from sparkle._native import PoolClient as _NativeClient
-from sparkle.errors import Cancelled, PeerError, PoolError, SparkleError, StorageError, UnplacedExpert, from_code
+from sparkle.errors import (
+    Cancelled,
+    ConfigError,
+    PeerError,
+    PoolError,
+    SparkleError,
+    StorageError,
+    UnplacedExpert,
+    from_code,
+)
 from sparkle.messages import (
     AttachPool,
     CancelFetch,
@@ -67,34 +77,40 @@ class PoolClient:
     def attach(self, deadline_s: float, should_abort: Callable[[], bool] = lambda: False) -> None:
         """Join the pool, waiting until the prefetch daemon is ready. Raises PeerError at the deadline."""
         end = time.monotonic() + deadline_s
-        interval_s = FIRST_RESEND_S
-        while True:
+        interval_s, found = FIRST_RESEND_S, "is it running?"
+        while not should_abort():
             self._send(Hello(self._role, os.getpid(), model=self._store.fingerprint))
             self._send(AttachPool(self.incarnation, os.getpid(), self._layers))
             pause = min(end, time.monotonic() + interval_s)
             interval_s = min(2 * interval_s, config.RESEND_S)
             while (message := self._receive(pause, should_abort)) is not None:
                 if isinstance(message, PoolAttached):
-                    self._map(message)
-                    return
-                if isinstance(message, Error) and not message.retryable:
+                    try:
+                        self._map(message)
+                        return
+                    except PoolError as e:
+                        found = str(e)
+                elif isinstance(message, Error) and message.request_id is None and not message.retryable:
                     raise from_code(message.code, message.message)
             if time.monotonic() >= end:
                 raise PeerError(
                     f"no pool from the prefetch daemon at {self._rundir.socket('prefetch')} within {deadline_s:.0f} s; "
-                    "is it running? (sparkle-ctl status)"
+                    f"{found} (sparkle-ctl status)"
                 )
+        raise Cancelled("cancelled while waiting for the pool")
 
     def _map(self, attached: PoolAttached) -> None:
-        if attached.segment == self._segment and attached.epoch == self._epoch and self._native is not None:
+        """Map the pool unless it is mapped. Raises PoolError, with nothing changed, if it has gone again."""
+        if (attached.segment, attached.bit, attached.epoch) == (self._segment, self._bit, self._epoch):
             return
-        same_memory = attached.segment == self._segment and attached.bit == self._bit and self._is_same_control()
-        if not same_memory:
+        try:
             native = _NativeClient.attach(attached.segment, attached.bit)
-            if native.fingerprint != self._store.fingerprint:
-                raise PoolError(
-                    "the pool holds another model's experts; restart the daemons with the same SPARKLE_MODEL"
-                )
+        except (OSError, RuntimeError) as e:
+            raise PoolError(f"the pool {attached.segment} cannot be mapped: {e}") from e
+        if native.fingerprint != self._store.fingerprint:
+            raise ConfigError("the pool holds another model's experts; restart the daemons with the same SPARKLE_MODEL")
+        is_mapped = self._native is not None and attached.bit == self._bit and native.layout == self._native.layout
+        if not is_mapped:  # every pool's region names are new
             self.regions = [
                 regions.Region.attach(spec, self._store.classes[spec.layout])
                 for spec in regions.from_json(native.layout)
@@ -103,12 +119,6 @@ class PoolClient:
             self.generation += 1
         self._segment, self._bit, self._epoch = attached.segment, attached.bit, attached.epoch
         self.native.reconcile()  # grants of a daemon that died before it could tell
-
-    def _is_same_control(self) -> bool:
-        """True if the segment of this name is still the one that is mapped: a new pool has new region names."""
-        if self._native is None:
-            return False
-        return _NativeClient.attach(self._segment, self._bit).layout == self._native.layout
 
     @property
     def native(self) -> _NativeClient:
@@ -173,6 +183,8 @@ class PoolClient:
     def _fetch(self, layer: int, experts: Sequence[int], end: float, should_abort: Callable[[], bool]) -> list[int]:
         request_id = f"{self.incarnation}/{next(self._ids)}"
         resend_at = 0.0
+        if self._abandoned:  # a daemon that died before it answered may have granted
+            self.native.reconcile()
         while True:
             now = time.monotonic()
             if should_abort() or now >= end:
@@ -212,9 +224,11 @@ class PoolClient:
     def _take(self, message: Message | None, request_id: str, layer: int, experts: Sequence[int]) -> list[int] | None:
         """Handle a message that arrived while `request_id` was waited for; the held slots if it completes the set."""
         if isinstance(message, PoolAttached):
-            self._map(message)
+            with contextlib.suppress(PoolError):  # gone again already: the request is repeated, and answered by another
+                self._map(message)
         elif isinstance(message, ExpertsReady):
-            if message.request_id != request_id:
+            if message.request_id != request_id:  # the answer to a repeat that we no longer needed
+                self.native.reconcile()
                 return None
             # The grants keep the slots; taking them is an ordinary hold, so a wrong slot can't slip through.
             slots = self.native.hold(layer, experts)
@@ -232,8 +246,13 @@ class PoolClient:
         return None
 
     def _abandon(self, request_id: str) -> None:
+        """Take a request back, and give back what it was granted; an answer that comes late is seen by `_receive`."""
         self._abandoned.add(request_id)
         self._send(CancelFetch(request_id))
+        end = time.monotonic() + config.CANCEL_DEADLINE_S
+        while request_id in self._abandoned and self._receive(end, lambda: False) is not None:
+            pass
+        self.native.reconcile()
 
     # --- messages --------------------------------------------------------------------------------------------------
 
@@ -256,10 +275,8 @@ class PoolClient:
             if request_id in self._abandoned:
                 self._abandoned.discard(request_id)
                 self.native.reconcile()  # its grants crossed our cancel
-                continue
-            if isinstance(message, Welcome):
-                continue
-            return message
+            if not isinstance(message, Welcome):
+                return message
         return None
 
     def close(self) -> None:

@@ -67,16 +67,29 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = self._open()
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def try_acquire(self) -> bool:
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as e:
+                if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    return False
+                raise
+            if self._is_at_path():
+                return True
+            os.close(self._fd)  # its last owner removed the file between our open and our lock: others see a new one
+            self._fd = self._open()
+
+    def _is_at_path(self) -> bool:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                return False
-            raise
-        return True
+            return os.path.samestat(os.fstat(self._fd), self.path.stat())
+        except FileNotFoundError:
+            return False
 
     def write_pid(self) -> None:
         os.ftruncate(self._fd, 0)
@@ -95,7 +108,7 @@ def lock_role(rundir: RunDir, role: str) -> FileLock:
     """Take the lock of a daemon role. Raises ConfigError if another instance holds it."""
     lock = FileLock(rundir.path / f"{role}.lock")
     if not lock.try_acquire():
-        pid = lock.path.read_text().strip() or "unknown"
+        pid = _read_pid(lock.path)
         lock.close()
         raise ConfigError(
             f"a {role} daemon (pid {pid}) already runs in {rundir.path}; "
@@ -103,6 +116,13 @@ def lock_role(rundir: RunDir, role: str) -> FileLock:
         )
     lock.write_pid()
     return lock
+
+
+def _read_pid(path: Path) -> str:
+    try:
+        return path.read_text().strip() or "unknown"
+    except FileNotFoundError:  # it is just ending
+        return "unknown"
 
 
 def clear_stale_socket(path: Path) -> None:

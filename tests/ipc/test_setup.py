@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.ipc
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_REGISTRY = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_RETRIES": "0", "PIP_NO_INDEX": "0"}
+NO_REGISTRY = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_RETRIES": "1", "PIP_NO_INDEX": "0"}
 NO_REGISTRY["PIP_INDEX_URL"] = "http://127.0.0.1:9/simple"  # the discard port: nobody listens
 
 
@@ -41,7 +41,13 @@ def tools(tmp_path: Path) -> Path:
 def run(script: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "CXX") and not k.startswith("SPARKLE_")}
     return subprocess.run(
-        [script], env=inherited | environ, cwd="/", capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        [script],
+        env=inherited | environ,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=110,
+        stdin=subprocess.DEVNULL,
     )
 
 
