@@ -94,12 +94,13 @@ class Control {
     return control;
   }
 
-  // Check a segment made by someone else. Throws std::runtime_error with the reason.
-  static Control open(std::byte* base, std::size_t n_bytes) {
+  // Check a segment made by someone else. Throws std::runtime_error with the reason. Only the owner's successor may
+  // look into one that was never completed: to find out what its regions are called.
+  static Control open(std::byte* base, std::size_t n_bytes, bool must_be_complete) {
     auto* h = reinterpret_cast<Header*>(base);
     if (n_bytes < kPage || h->magic != kMagic) throw std::runtime_error("not a Sparkle pool");
     if (h->version != kVersion) throw std::runtime_error("pool of another version of Sparkle");
-    if (h->is_complete.load() != 1) throw std::runtime_error("pool was never completed");
+    if (must_be_complete && h->is_complete.load() != 1) throw std::runtime_error("pool was never completed");
     if (h->segment_bytes != n_bytes || n_bytes != bytes_for(h->n_layers, h->n_experts, h->n_slots))
       throw std::runtime_error("pool was truncated");
     return Control(base);

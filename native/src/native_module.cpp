@@ -42,12 +42,17 @@ Segment format(const std::string& name, std::uint32_t n_layers, std::uint32_t n_
                const std::string& fingerprint, const std::string& layout) {
   const std::size_t n_bytes = Control::bytes_for(n_layers, n_experts, n_slots);
   auto mapping = std::make_shared<Mapping>(Mapping::create(name, n_bytes));
-  return {mapping, Control::format(mapping->data(), n_bytes, n_layers, n_experts, n_slots, fingerprint, layout)};
+  try {
+    return {mapping, Control::format(mapping->data(), n_bytes, n_layers, n_experts, n_slots, fingerprint, layout)};
+  } catch (...) {
+    Mapping::unlink(name);
+    throw;
+  }
 }
 
-Segment attach(const std::string& name) {
+Segment attach(const std::string& name, bool must_be_complete) {
   auto mapping = std::make_shared<Mapping>(Mapping::attach(name));
-  return {mapping, Control::open(mapping->data(), mapping->size())};
+  return {mapping, Control::open(mapping->data(), mapping->size(), must_be_complete)};
 }
 
 nb::list drain(Control control, std::uint32_t bit, std::uint64_t limit) {
@@ -112,10 +117,11 @@ NB_MODULE(_native, m) {
             return Pool{s, Evictor(s.control)};
           }, "name"_a, "n_layers"_a, "n_experts"_a, "n_slots"_a, "fingerprint"_a, "layout"_a)
       .def_static("attach", [](const std::string& name) {
-            Segment s = attach(name);
+            Segment s = attach(name, false);
             return Pool{s, Evictor(s.control)};
           }, "name"_a)
       .def("complete", [](Pool& p) { p.segment.control.header().is_complete.store(1); })
+      .def_prop_ro("is_complete", [](Pool& p) { return p.segment.control.header().is_complete.load() == 1; })
       .def_prop_ro("fingerprint", [](Pool& p) { return std::string(p.segment.control.header().fingerprint); })
       .def_prop_ro("layout", [](Pool& p) { return std::string(p.segment.control.header().layout); })
       .def_prop_ro("n_slots", [](Pool& p) { return p.segment.control.n_slots(); })
@@ -151,7 +157,7 @@ NB_MODULE(_native, m) {
 
   nb::class_<Client>(m, "PoolClient")
       .def_static("attach", [](const std::string& name, std::uint32_t bit) {
-            Segment s = attach(name);
+            Segment s = attach(name, true);
             return Client{s, Holder(s.control, bit), bit};
           }, "name"_a, "bit"_a)
       .def_prop_ro("fingerprint", [](Client& c) { return std::string(c.segment.control.header().fingerprint); })
@@ -190,7 +196,10 @@ NB_MODULE(_native, m) {
             for (const Completion& c : r.reap()) out.append(nb::make_tuple(c.tag, c.error, c.seconds, c.n_retries));
             return out;
           })
-      .def("register_memory", [](Reader& r, const std::vector<std::tuple<std::uintptr_t, std::size_t>>& spans) { return r.register_memory(spans_of(spans)); }, "spans"_a)
+      .def("register_memory", [](Reader& r, const std::vector<std::tuple<std::uintptr_t, std::size_t>>& spans) {
+            nb::gil_scoped_release release;  // pinning a gigabyte takes half a second
+            return r.register_memory(spans_of(spans));
+          }, "spans"_a)
       .def_prop_ro("event_fd", [](Reader& r) { return r.event_fd(); })
       .def_prop_ro("name", [](Reader& r) { return r.name(); });
 }

@@ -213,9 +213,9 @@ class UringReader final : public Reader {
 
   void submit(ReadJob job) override {
     if (jobs_.size() >= depth_) throw std::logic_error("more reads than the reader's depth");
-    if (job.spans.size() > kMaxParts) throw std::invalid_argument("record of too many pieces");
     Running r{std::move(job), nullptr, {}, 0, {}, now_s()};
-    if (!can_read_in_place(r.job, block_)) r.staging = take_staging(total_bytes(r.job));
+    const bool is_in_place = r.job.spans.size() <= kMaxParts && can_read_in_place(r.job, block_);
+    if (!is_in_place) r.staging = take_staging(total_bytes(r.job));
     r.parts = plan(r.job, block_, r.staging.get());
     r.n_open = static_cast<unsigned>(r.parts.size());
     r.result = {r.job.tag, 0, 0, 0};
@@ -255,7 +255,7 @@ class UringReader final : public Reader {
   std::string name() const override { return fixed_.empty() ? "io_uring" : "io_uring, registered buffers"; }
 
  private:
-  static constexpr unsigned kMaxParts = 16;  // pieces of a record: 9 for affine weights, 12 with biases
+  static constexpr unsigned kMaxParts = 16;  // pieces read in place: 9 for affine weights, 12 with biases; else staged
 
   struct Running {
     ReadJob job;

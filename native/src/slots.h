@@ -4,7 +4,7 @@
 //
 //   Reader    R1  s = table[layer][expert]              none: a miss
 //             R2  local_ref[s]++; was 0: mask |= bit
-//             R3  owner == (layer, expert) and state == READY?  else R4
+//             R3  state == READY, then owner == (layer, expert)?  in this order; else R4
 //             R4  local_ref[s]--; now 0: mask &= ~bit     (undo, or release after the evaluation has completed)
 //   Evictor   E1  READY -> EVICTING
 //             E2  mask != 0: EVICTING -> READY, choose another
@@ -14,8 +14,9 @@
 //             E6  verified: mask |= bits of those who asked (a grant)
 //             E7  state = READY, then table[new owner] = s
 //
-// Why mark-then-check (R2 before R3) is safe and check-then-mark is not: once a reader has seen READY at R3 with its bit
-// set, an evictor that passes E1 afterwards sees the bit at E2; one that passed E1 before made R3 fail.
+// Why mark-then-check (R2 before R3) is safe and check-then-mark is not: once a reader has seen READY at R3 with its
+// bit set, an evictor that passes E1 afterwards sees the bit at E2; one that passed E1 before made R3 fail. From there
+// on the owner stays, so it is loaded second: an owner loaded first may have gone, and READY be true of the next one.
 #pragma once
 
 #include <cstdint>
@@ -85,7 +86,8 @@ class Evictor {
   // After a restart: decide what a slot holds. Returns true if its owner's record must be read again.
   //
   // A slot found LOADING is read again *for the same owner*: a direct read that the dead daemon had begun may still
-  // land in it, and then brings the same bytes. The same holds for EVICTING once table[owner] is gone.
+  // land in it, and then brings the same bytes. The same holds for EVICTING once table[owner] is gone. That it does not
+  // land after the slot was read again and given away is assumed: tests/slot_model.py.
   bool recover(std::uint32_t s) const {
     Slot& slot = control_.slot(s);
     const std::uint32_t state = slot.state.load(), owner = slot.owner.load();
@@ -128,7 +130,7 @@ class Holder {
     const auto s = static_cast<std::uint32_t>(entry);
     Slot& slot = control_.slot(s);
     if (refs_[s]++ == 0) slot.mask.fetch_or(bit_);  // R2
-    if (slot.owner.load() == owner_of(layer, expert) && slot.state.load() == kReady) return entry;  // R3
+    if (slot.state.load() == kReady && slot.owner.load() == owner_of(layer, expert)) return entry;  // R3
     release(s);  // R4
     return -1;
   }
@@ -141,7 +143,7 @@ class Holder {
 
   // Give back a grant that nobody waits for any more.
   void drop_grant(std::uint32_t s) {
-    if (refs_.at(s) == 0) control_.slot(s).mask.fetch_and(~bit_);
+    if (refs_.at(s) == 0 && (control_.slot(s).mask.load() & bit_) != 0) control_.slot(s).mask.fetch_and(~bit_);
   }
 
   // Clear bits that no hold stands behind: grants of a prefetch daemon that died before it could tell.

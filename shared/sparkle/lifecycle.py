@@ -110,6 +110,8 @@ class Daemon:
     # --- for subclasses --------------------------------------------------------------------------------------------
 
     def become(self, state: State, detail: str) -> None:
+        if self._is_stopping and state in (State.STARTING, State.READY):
+            return  # a signal came first: what was under way then changes nothing any more
         if state is not self.state:
             if state not in _TRANSITIONS[self.state]:
                 raise RuntimeError(f"{self.role}: no way from {self.state} to {state}")

@@ -28,26 +28,27 @@ from sparkle.store import Store
 from sparkled.compute.loader import load
 from sparkled.compute.slots import PoolArrays
 from sparkled.compute.streamed import ExpertSource
-from tests.daemons import spawn
+from tests.daemons import DaemonProcess, spawn
 
 Logits = NDArray[np.float32]
 ATTACH_S = 30.0
 
 
 class Model:
-    """A model with one way to run it. `source` is None for the resident one."""
+    """A model with one way to run it. `source` is None for the resident one, as are `client` and `prefetch`."""
 
     def __init__(self, model: Any, source: ExpertSource | None, prefill_rows: int) -> None:
         self._model = model
         self._source = source
-        self._rows = prefill_rows
+        self.prefill_rows = prefill_rows
         self.client: PoolClient | None = None
+        self.prefetch: DaemonProcess | None = None
 
     def greedy(self, prompt: Sequence[int], n_tokens: int) -> tuple[Logits, list[int]]:
         """Return the logits (n_tokens, vocab) of each step, and the tokens that greedy decoding picks."""
         cache = make_prompt_cache(self._model)
-        for start in range(0, len(prompt) - 1, self._rows):
-            self._run(prompt[start : min(start + self._rows, len(prompt) - 1)], cache)
+        for start in range(0, len(prompt) - 1, self.prefill_rows):
+            self._run(prompt[start : min(start + self.prefill_rows, len(prompt) - 1)], cache)
         rows, ids = [], [prompt[-1]]
         for _ in range(n_tokens):
             rows.append(self._run(ids[-1:], cache))
@@ -88,7 +89,7 @@ def streamed(store_path: Path, pool: str, **env: str) -> Iterator[Model]:
             client.attach(ATTACH_S)
             source = ExpertSource(client, PoolArrays(client, mx.float32))
             model = Model(load(store, source).model, source, plan.prefill_rows)
-            model.client = client
+            model.client, model.prefetch = client, prefetch
             yield model
             metrics = prefetch.status().metrics
             assert metrics["unplaced_experts"] == 0 and client.unplaced_experts == 0
@@ -106,7 +107,7 @@ def smallest_pool(store: Store) -> str:
         try:
             budget.derive(config.load(environ={"SPARKLE_POOL": str(n_bytes)}), store)
         except ConfigError as e:
-            if "a pool of" not in str(e):
+            if "cannot hold one step" not in str(e):
                 raise
         else:
             return str(n_bytes)

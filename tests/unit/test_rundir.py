@@ -151,3 +151,15 @@ def test_shm_names_fit_macos(tmp_path: Path) -> None:
     assert len(prefixes) == 3
     assert all(len(prefix) == 13 and prefix.startswith("/spk-") for prefix in prefixes)
     assert RunDir(tmp_path / "a").shm_prefix in prefixes  # the same path, the same names
+
+
+def test_a_lock_on_a_file_that_was_removed_is_taken_on_the_new_one(rundir: RunDir) -> None:
+    """Opened before its owner removed it: a lock on the old file would leave the new one free for a third."""
+    first, late = FileLock(rundir.path / "x.lock"), FileLock(rundir.path / "x.lock")
+    assert first.try_acquire()
+    first.remove_and_close()
+    assert late.try_acquire()
+    third = FileLock(rundir.path / "x.lock")
+    assert not third.try_acquire()
+    late.remove_and_close()
+    third.close()

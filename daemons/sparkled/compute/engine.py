@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from sparkle import budget, config
-from sparkle.errors import Cancelled, SparkleError
+from sparkle.errors import Cancelled, ConfigError, PoolError, SparkleError, StorageError
 from sparkle.pool_client import PoolClient
 from sparkle.rundir import RunDir
 from sparkle.store import Store
@@ -125,11 +125,6 @@ class Engine:
             self._thread.join(deadline_s)
         return not self._thread.is_alive()
 
-    def position(self, generation: Generation) -> int:
-        """Place in the queue: 0 = has its turns."""
-        waiting = list(self._waiting)
-        return waiting.index(generation) + 1 if generation in waiting else 0
-
     @property
     def stall_s(self) -> float:
         return self._client.stall_s if self._client else 0.0
@@ -144,7 +139,7 @@ class Engine:
 
     @property
     def n_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + self._inbox.qsize()
 
     # --- model thread ----------------------------------------------------------------------------------------------
 
@@ -186,12 +181,13 @@ class Engine:
 
     def _warm_up(self, loaded: LoadedModel, source: ExpertSource) -> None:
         """Run a small request, so that the first user does not wait for what happens only once."""
-        token = min(loaded.stop_ids, default=0)
-        warm = Generation(b"", "warm-up", [token] * WARM_UP_TOKENS, Choice(seed=0, temperature=0.0), frozenset(), 1)
-        while warm.phase is not Phase.DONE:
-            if self._is_stopping.is_set():
-                raise Cancelled("stopped")
-            warm.advance(loaded, source, self._plan.prefill_rows)
+        prompt, choice = [min(loaded.stop_ids, default=0)] * WARM_UP_TOKENS, Choice(seed=0, temperature=0.0)
+        warm = Generation(b"", "warm-up", prompt, choice, frozenset(), 1, _cancelled=self._is_stopping)
+        try:
+            while warm.phase is not Phase.DONE:
+                warm.advance(loaded, source, self._plan.prefill_rows)
+        except (StorageError, PoolError) as e:  # one bad record: requests that need it fail, others need not
+            log.warning("warm_up_failed code=%s %s", e.code, e)
         self.active_bytes = mx.get_active_memory()
 
     def _receive(self, may_wait: bool) -> None:
@@ -258,7 +254,7 @@ def _choose_device(wanted: str) -> str:
     """Set MLX's default device; return its name for the status."""
     has_gpu = mx.is_available(mx.gpu)
     if wanted == "gpu" and not has_gpu:
-        raise SparkleError("device = gpu, but this mlx has no GPU backend; use auto")
+        raise ConfigError("device = gpu, but this mlx has no GPU backend; use auto")
     mx.set_default_device(mx.gpu if has_gpu and wanted != "cpu" else mx.cpu)
     return (
         "Metal GPU"

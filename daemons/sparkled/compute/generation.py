@@ -42,7 +42,7 @@ class Turn:
     seconds: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # two requests are never the same
 class Generation:
     """`peer` and `request_id` say where results go; `max_output` is decided at admission (max_tokens or context)."""
 
@@ -86,6 +86,9 @@ class Generation:
         if self.is_cancelled:
             self._finish("cancelled")
             return Turn()
+        if len(self.output) >= self.max_output:  # a resumed request may have nothing left to do
+            self._finish("length")
+            return Turn()
         if self.phase is Phase.QUEUED:
             self._cache = make_prompt_cache(loaded.model)
             self.phase = Phase.PREFILL
@@ -104,9 +107,6 @@ class Generation:
         return Turn(n_prompt=len(chunk))
 
     def _decode(self, loaded: LoadedModel, source: ExpertSource) -> Turn:
-        if len(self.output) >= self.max_output:  # a resumed request may have nothing left to do
-            self._finish("length")
-            return Turn()
         is_first = self.phase is Phase.PREFILL
         last = self.output[-1] if self.output else self.prompt[-1]
         logits = self._forward(loaded, source, [last], wants_logits=True)

@@ -16,9 +16,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from sparkle.errors import StorageError
+from sparkle.errors import BadRequest, StorageError
 from sparkle.manifest import Quant
+from sparkle.messages import Sampling
 from sparkle.store import Store
+from sparkled.compute.sampler import resolve
 from sparkled.compute.streamed import ExpertSource, StreamedExperts
 
 
@@ -54,14 +56,14 @@ def load(store: Store, source: ExpertSource) -> LoadedModel:
     try:
         weights: Any = mx.load(str(store.resident_path))
         model.load_weights(list(weights.items()), strict=True)
-    except ValueError as e:
+    except (ValueError, RuntimeError) as e:  # RuntimeError: not a sound safetensors file
         raise StorageError(f"{store.resident_path} does not fit mlx-lm's model: {e}; prepare the store again") from e
     dtype = compute_dtype()
     if dtype is not None:
         model.set_dtype(dtype)
     model.eval()
     mx.eval(model.parameters())
-    generation_config = _read_json(store.path / "generation_config.json")
+    generation_config = _generation_config(store)
     return LoadedModel(
         model=model,
         dtype=dtype or _float_dtype(model),
@@ -99,6 +101,17 @@ def _float_dtype(model: Any) -> Any:
 
 def _vocab_size(config: dict[str, Any]) -> int:
     return int((config.get("text_config") or config)["vocab_size"])
+
+
+def _generation_config(store: Store) -> dict[str, Any]:
+    """Refuse at start what would fail every request: defaults that are no numbers, or out of range."""
+    path = store.path / "generation_config.json"
+    config = _read_json(path)
+    try:
+        resolve(Sampling(), config, seed=0, vocab_size=_vocab_size(store.config))
+    except (BadRequest, TypeError, ValueError, OverflowError) as e:
+        raise StorageError(f"{path}: a default for sampling cannot be used: {e}; correct it in the source") from e
+    return config
 
 
 def _stop_ids(store: Store, generation_config: dict[str, Any]) -> frozenset[int]:

@@ -10,6 +10,7 @@ Filters, in this order: penalties, logit bias, temperature, top_k, top_p, min_p.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,7 @@ def resolve(sampling: Sampling, defaults: Mapping[str, Any], seed: int, vocab_si
 
     A model whose generation_config neither samples nor names a temperature is greedy.
     """
+    defaults = {k: v for k, v in defaults.items() if v is not None}
     samples = bool(defaults.get("do_sample", "temperature" in defaults))
     neutral: dict[str, Any] = {
         "temperature": float(defaults.get("temperature", 1.0)) if samples else 0.0,
@@ -76,7 +78,7 @@ def resolve(sampling: Sampling, defaults: Mapping[str, Any], seed: int, vocab_si
 def _biases(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, float]:
     out: dict[int, float] = {}
     for key, value in (given or {}).items():
-        if not key.isdigit() or int(key) >= vocab_size:
+        if not re.fullmatch("[0-9]{1,9}", key) or int(key) >= vocab_size:  # int() refuses "²" and 5000 digits
             raise BadRequest(f"sampling.logit_bias: {key!r} is not a token id below {vocab_size}")
         out[int(key)] = float(value)
     return out
@@ -96,16 +98,22 @@ def choose(logits: npt.NDArray[np.float32], choice: Choice, prompt: Sequence[int
         scores[token] += bias
     if choice.temperature == 0.0:
         return int(scores.argmax())
-    ids = _filter(scores / choice.temperature, choice)
+    with np.errstate(over="ignore"):  # too far below the best for a float64: -inf, which no noise lifts
+        scaled = (scores - scores.max()) / choice.temperature
+    ids = _filter(scaled, choice)
     noise = gumbel(choice.seed, len(output), len(scores))[ids]
-    return int(ids[(scores[ids] / choice.temperature + noise).argmax()])
+    return int(ids[(scaled[ids] + noise).argmax()])
 
 
 def gumbel(seed: int, index: int, n: int) -> Floats:
     """Gumbel noise of output position `index` for ids 0 … n - 1: Philox 4x64, keyed by seed, counted by position."""
     raw = np.random.Philox(key=seed, counter=[0, index, 0, 0]).random_raw(n)
-    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1), never 0 or 1
-    return np.asarray(-np.log(-np.log(uniform)), np.float64)
+    return np.asarray(-np.log(-np.log(_uniform(raw))), np.float64)
+
+
+def _uniform(raw: npt.NDArray[np.uint64]) -> Floats:
+    """In (0, 1), never 0 or 1: the middles of 2^52 equal steps. With one bit more the last would round to 1."""
+    return np.asarray(((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52, np.float64)
 
 
 def _penalise(scores: Floats, choice: Choice, prompt: Sequence[int], output: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from sparkle import budget, config
 from sparkle.errors import BadRequest, ContextTooLong, Overloaded, PeerError, SparkleError
 from sparkle.lifecycle import Daemon, State
-from sparkle.messages import Accepted, Cancel, Finished, Generate, Progress, Tokens
+from sparkle.messages import Accepted, Cancel, Finished, Generate, Message, Progress, Tokens
 from sparkle.store import Store
 from sparkle.wire import error_of
 from sparkled.compute.engine import Ended, Engine, Event, Failed, Ready, TokenOut
@@ -52,6 +52,10 @@ class ComputeDaemon(Daemon):
             generation.cancel()
         if not self._engine.stop(ENGINE_STOP_S):
             log.warning("engine_still_busy; ending anyway")
+        self.on_wake()  # what the engine said last
+        for generation in list(self._running.values()):
+            generation.reason = "cancelled"
+            self._end(generation, self.error)
 
     def model_fingerprint(self) -> str:
         return self._store.fingerprint
@@ -143,13 +147,13 @@ class ComputeDaemon(Daemon):
     def _report_progress(self) -> None:
         """Say something about every request once a second: in prefill, in the queue, or waiting for the disk."""
         now = time.monotonic()
-        for generation in list(self._running.values()):
+        for rank, generation in enumerate(list(self._running.values()), start=1):  # in order of arrival
             if now - generation.last_sent_at >= config.PROGRESS_S:
-                position = self._engine.position(generation)
+                position = max(0, rank - self.settings.max_active)
                 total = len(generation.context)
                 self._send(generation, Progress(generation.request_id, generation.done, total, position))
 
-    def _send(self, generation: Generation, message: Tokens | Finished | Progress | Any) -> None:
+    def _send(self, generation: Generation, message: Message) -> None:
         generation.last_sent_at = time.monotonic()
         self.reply(generation.peer, message)
 

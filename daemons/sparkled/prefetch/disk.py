@@ -100,24 +100,24 @@ def _bandwidth(settings: Settings, store: Store, disk: Disk, depth: int) -> floa
     reader = make_reader(settings, store, disk, depth)
     rng = random.Random(depth)
     free, n_read, began = list(range(depth)), 0, time.monotonic()
-    while n_read < MEASURE_BYTES and time.monotonic() - began < MEASURE_S:
-        while free:
-            layer = rng.choice(layers)
-            expert = rng.randrange(layer.n_experts)
-            n_bytes = store.classes[layer.layout].stride_bytes
-            buffer = free.pop()
-            offset = store.record_offset(layer.index, expert)
-            spans = [(base + buffer * record, n_bytes)]
-            reader.submit(buffer << 32 | n_bytes, disk.fds[layer.index], offset, spans, disk.is_direct)
-        for tag, error, _, _ in _wait(reader):
-            if error:
-                raise StorageError(f"cannot read {store.path}: {os.strerror(error)}; run sparkle-ctl models verify")
-            free.append(tag >> 32)
-            n_read += tag & 0xFFFFFFFF
-    elapsed = time.monotonic() - began
-    while len(free) < depth:
-        free += [tag >> 32 for tag, *_ in _wait(reader)]
-    return n_read / elapsed
+    try:
+        while n_read < MEASURE_BYTES and time.monotonic() - began < MEASURE_S:
+            while free:
+                layer = rng.choice(layers)
+                expert = rng.randrange(layer.n_experts)
+                n_bytes = store.classes[layer.layout].stride_bytes
+                buffer = free.pop()
+                offset = store.record_offset(layer.index, expert)
+                spans = [(base + buffer * record, n_bytes)]
+                reader.submit(buffer << 32 | n_bytes, disk.fds[layer.index], offset, spans, disk.is_direct)
+            for tag, error, _, _ in _wait(reader):
+                if error:
+                    raise StorageError(f"cannot read {store.path}: {os.strerror(error)}; run sparkle-ctl models verify")
+                free.append(tag >> 32)
+                n_read += tag & 0xFFFFFFFF
+        return n_read / (time.monotonic() - began)
+    finally:
+        del reader  # waits for the reads under way: their memory goes next
 
 
 def _wait(reader: Reader) -> Sequence[tuple[int, int, float, int]]:

@@ -33,7 +33,6 @@ class Request:
     was_hit: frozenset[int]
     missing: set[Key] = field(default_factory=set)
     is_placed: bool = False
-    was_counted: bool = False
 
     @property
     def keys(self) -> list[Key]:
@@ -151,7 +150,6 @@ class Residency:
                 self._the_reads.promote(self._loading[key])
         for key, slot in zip(absent, slots, strict=True):
             self._read(key, slot, Cause.DEMAND)
-        request.was_counted = True
         self._finish_if_complete(request)
         return True
 

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 INCARNATION = re.compile(r"[a-z]+-[0-9]+-[0-9a-f]+")  # becomes a file name: nothing else may come in
 DEATH_CHECK_S = 0.5
 QUEUE_RETRY_S = 0.002  # a release sends no message: look again while a set waits for slots
+EXPIRY_S = 0.05
 FILL_S = 0.01
 
 
@@ -41,6 +42,7 @@ class _Built:
 
     store: Store
     disk: Disk
+    reader: _native.Reader
     depth: int
     depth_reason: str
     pool: _native.Pool
@@ -69,6 +71,7 @@ class PrefetchDaemon(Daemon):
         self._reads: ReadQueue | None = None
         self._clients: dict[str, int] = {}
         self._last_event: dict[int, tuple[int, frozenset[int]]] = {}
+        self._last_answer: dict[int, ExpertsReady] = {}
         self._layers_used: set[int] = set()
         self._fill: Iterator[Key] = iter(())
 
@@ -76,8 +79,10 @@ class PrefetchDaemon(Daemon):
 
     def start(self) -> None:
         self.become(State.STARTING, f"allocating {budget.gb(self._budget.pool_bytes)} of shared memory")
+        for path in self.rundir.clients.glob("*.lock"):  # of clients that died while nobody looked
+            if lock_is_free(path):
+                path.unlink(missing_ok=True)
         self._builder.start()
-        self.every(0.02, self._take_over)
 
     def model_fingerprint(self) -> str:
         return self._store.fingerprint
@@ -88,12 +93,16 @@ class PrefetchDaemon(Daemon):
         try:
             disk = Disk.open(self._store, self.settings.direct_io)
             depth, reason = measure_depth(self.settings, self._store, disk)
+            reader = make_reader(self.settings, self._store, disk, depth)
             pool, mapped, is_adopted = self._open_pool()
-            self._built = _Built(self._store, disk, depth, reason, pool, mapped, is_adopted)
-        except SparkleError as e:
+            reader.register_memory([(at, n * slots) for r in mapped for at, n, slots in r.arrays()])
+            self._built = _Built(self._store, disk, reader, depth, reason, pool, mapped, is_adopted)
+        except Exception as e:  # the process edge of this thread: the loop must learn of its end
             if disk is not None:
                 disk.close()
-            self._built = e
+            if not isinstance(e, SparkleError):
+                log.exception("builder_broke")
+            self._built = e if isinstance(e, SparkleError) else SparkleError(f"start-up broke: {type(e).__name__}: {e}")
         self.wake()
 
     def _open_pool(self) -> tuple[_native.Pool, list[Region], bool]:
@@ -103,30 +112,31 @@ class PrefetchDaemon(Daemon):
         wanted = regions.plan(self.rundir.shm_prefix, classes, self._budget.slots)
         old = _try_attach(name)
         if old is not None:
-            specs = regions.from_json(old.layout)
-            if old.fingerprint == self._store.fingerprint and _shape(specs) == _shape(wanted):
+            specs = _specs_of(old)
+            is_wanted = old.fingerprint == self._store.fingerprint and _shape(specs) == _shape(wanted)
+            if old.is_complete and is_wanted:
                 try:
                     return old, [Region.attach(s, classes[s.layout]) for s in specs], True
                 except PoolError as e:
                     log.warning("pool_not_adopted %s", e)
             _unlink_pool(name, specs)
         _native.Mapping.unlink(name)
-        made: list[regions.RegionSpec] = []
         try:
+            # The control segment first: it names the regions, so that a successor finds what a daemon killed here made.
+            n_experts = max(layer.n_experts for layer in self._store.layers)
+            pool = _create_control(name, len(self._store.layers), n_experts, wanted, self._store.fingerprint)
             mapped = []
             for spec in wanted:
                 if self.state is State.DRAINING:  # a large pool takes longer to allocate than a shutdown may
                     raise PoolError("stopped while allocating")
-                made.append(spec)
                 mapped.append(Region.create(spec, classes[spec.layout]))
-            n_experts = max(layer.n_experts for layer in self._store.layers)
-            pool = _create_control(name, len(self._store.layers), n_experts, wanted, self._store.fingerprint)
-        except SparkleError:
-            _unlink_pool(name, made)
+        except Exception:
+            _unlink_pool(name, wanted)
             raise
         return pool, mapped, False
 
-    def _take_over(self) -> None:
+    def on_wake(self) -> None:
+        """Take over what the builder made."""
         built, self._built = self._built, None
         if built is None:
             return
@@ -134,8 +144,7 @@ class PrefetchDaemon(Daemon):
             self.fail(built)
             return
         self._disk, self._pool, self._regions = built.disk, built.pool, built.regions
-        reader = make_reader(self.settings, self._store, built.disk, built.depth)
-        reader.register_memory([(at, n * slots) for r in built.regions for at, n, slots in r.arrays()])
+        reader = built.reader
         residency = Residency(self._store, built.pool, built.regions, self._on_ready, self._on_failed)
         self._reads = ReadQueue(
             self._store, built.disk, reader, built.depth, self.settings.checksum_frac, residency.read_ended
@@ -148,7 +157,7 @@ class PrefetchDaemon(Daemon):
         built.pool.complete()
         self.watch(self._reads.event_fd, self._reads.reap)
         self.every(DEATH_CHECK_S, self._bury_the_dead)
-        self.every(QUEUE_RETRY_S, self._retry)
+        self.every(EXPIRY_S, residency.expire)
         self.every(FILL_S, self._fill_background)
         log.info(
             "io engine=%r direct_io=%r depth=%d (%s)",
@@ -225,6 +234,7 @@ class PrefetchDaemon(Daemon):
         residency, pool = self._serving()
         bit = self._clients.pop(incarnation)
         self._drain(bit)
+        self._last_answer.pop(bit, None)
         n_held = residency.drop_client(incarnation, bit)
         pool.set_client(bit, "")
         log.info("%s client=%s slots_held=%d", event, incarnation, n_held)
@@ -242,8 +252,14 @@ class PrefetchDaemon(Daemon):
         if (running := residency.requests.get(message.request_id)) is not None:
             running.peer = peer  # sent again; the answer goes where it was asked last
             return
+        answer = self._last_answer.get(message.bit)
+        if answer is not None and answer.request_id == message.request_id:
+            self.reply(peer, answer)  # a repeat that crossed it: a new grant could outlive the client's hold
+            return
         was_hit = hits if layer == message.layer else frozenset()
         residency.fetch(Request(peer, message, time.monotonic() + message.deadline_ms / 1e3, was_hit))
+        if residency.has_queued:
+            self.after(QUEUE_RETRY_S, self._retry)
 
     def _check(self, message: FetchExperts) -> None:
         if self._clients.get(message.incarnation) != message.bit:
@@ -255,6 +271,8 @@ class PrefetchDaemon(Daemon):
             raise ProtocolError(f"FetchExperts.experts: need at least one, each from 0 to {n_experts - 1}")
         if len(set(message.experts)) != len(message.experts):
             raise ProtocolError("FetchExperts.experts: each expert may be named once")
+        if message.ring_position < 0:
+            raise ProtocolError(f"FetchExperts.ring_position {message.ring_position} is negative")
         layout = self._store.layers[message.layer].layout
         if len(message.experts) > self._budget.slots[layout]:
             raise PoolError(
@@ -268,7 +286,9 @@ class PrefetchDaemon(Daemon):
             self.reply(peer, Error("cancelled", "fetch cancelled", request_id=message.request_id))
 
     def _on_ready(self, request: Request, slots: list[int]) -> None:
-        self.reply(request.peer, ExpertsReady(request.message.request_id, slots))
+        answer = ExpertsReady(request.message.request_id, slots)
+        self._last_answer[request.message.bit] = answer
+        self.reply(request.peer, answer)
 
     def _on_failed(self, request: Request, error: SparkleError) -> None:
         log.warning("fetch_failed layer=%d code=%s %s", request.message.layer, error.code, error)
@@ -282,20 +302,23 @@ class PrefetchDaemon(Daemon):
         residency, pool = self._serving()
         try:
             events = pool.drain(bit, limit)
-        except RuntimeError as e:
-            raise ProtocolError(f"client bit {bit}: {e}") from None
+        except RuntimeError as e:  # bytes of another process: they may mislead the policy, but end nothing
+            log.warning("ring_damaged bit=%d %s", bit, e)
+            pool.reset_ring(bit)
+            return
         for _, event_layer, experts in events:
             if not event_layer < len(self._store.layers):
-                raise ProtocolError(f"client bit {bit}: event of layer {event_layer}, which does not exist")
+                log.warning("ring_damaged bit=%d event of layer %d, which does not exist", bit, event_layer)
+                continue
             residency.used(event_layer, experts)
             self._last_event[bit] = (event_layer, frozenset(e for e, is_hit in experts if is_hit))
 
     def _retry(self) -> None:
         residency, _ = self._serving()
-        residency.expire()
+        self._bury_the_dead()
+        residency.retry_queued()
         if residency.has_queued:
-            self._bury_the_dead()
-            residency.retry_queued()
+            self.after(QUEUE_RETRY_S, self._retry)
 
     def _fill_background(self) -> None:
         """Keep the disk busy with experts nobody asked for, as long as nobody asks and slots are empty."""
@@ -380,6 +403,15 @@ def _try_attach(name: str) -> _native.Pool | None:
         if not isinstance(e, FileNotFoundError):
             log.info("pool_not_adopted %s", e)
         return None
+
+
+def _specs_of(pool: _native.Pool) -> tuple[regions.RegionSpec, ...]:
+    """The regions of a predecessor's pool; none if its table is damaged, or was not written yet."""
+    try:
+        return regions.from_json(pool.layout)
+    except PoolError as e:
+        log.warning("pool_not_adopted %s", e)
+        return ()
 
 
 def _shape(specs: Sequence[regions.RegionSpec]) -> list[tuple[int, int, int, int]]:
