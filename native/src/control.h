@@ -31,9 +31,9 @@ enum SlotState : std::uint32_t { kEmpty = 0, kLoading = 1, kReady = 2, kEvicting
 struct alignas(64) Slot {
   std::atomic<std::uint32_t> state;
   std::atomic<std::uint32_t> owner;  // layer << 16 | expert
-  std::atomic<std::uint32_t> gen;    // raised when the slot is given to another expert
+  std::atomic<std::uint32_t> gen;  // raised when the slot is given to another expert
   std::uint32_t unused;
-  std::atomic<std::uint64_t> mask;   // one bit per client incarnation that holds the slot
+  std::atomic<std::uint64_t> mask;  // one bit per client incarnation that holds the slot
 };
 static_assert(sizeof(Slot) == 64);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free);
@@ -44,7 +44,7 @@ struct Incarnation {
 
 struct Ring {
   alignas(64) std::atomic<std::uint64_t> written;  // words, only grows; client
-  alignas(64) std::atomic<std::uint64_t> read;     // words, only grows; prefetch
+  alignas(64) std::atomic<std::uint64_t> read;  // words, only grows; prefetch
   alignas(64) std::uint32_t words[kRingWords];
 };
 
@@ -79,7 +79,8 @@ class Control {
     if (n_layers >= 0xFFFF || n_experts > 0xFFFF) throw std::invalid_argument("more than 65534 layers or experts");
     if (fingerprint.size() >= sizeof h->fingerprint || layout.size() >= sizeof h->layout)
       throw std::invalid_argument("fingerprint or layout too long for the control header");
-    if (n_bytes != bytes_for(n_layers, n_experts, n_slots)) throw std::invalid_argument("control segment of wrong size");
+    if (n_bytes != bytes_for(n_layers, n_experts, n_slots))
+      throw std::invalid_argument("control segment of wrong size");
     h->magic = kMagic;
     h->version = kVersion;
     h->segment_bytes = n_bytes;

@@ -12,7 +12,9 @@
 namespace sparkle {
 namespace {
 
-[[noreturn]] void fail(int error, const std::string& what) { throw std::system_error(error, std::generic_category(), what); }
+[[noreturn]] void fail(int error, const std::string& what) {
+  throw std::system_error(error, std::generic_category(), what);
+}
 
 // A descriptor that is closed on every way out; a mapping does not need it once made.
 struct Fd {

@@ -30,16 +30,18 @@ mx::Dtype dtype_of(const std::string& name) {
 
 // The caller guarantees: at least 8 readable bytes lie before the data, and nothing is rewritten while an evaluation
 // that reads it is under way. The memory stays alive as long as the array does.
-mx::array adopt(nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> bytes, const std::vector<int>& shape,
-                const std::string& dtype) {
+mx::array adopt(nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> bytes,
+                const std::vector<int>& shape, const std::string& dtype) {
   const mx::Dtype type = dtype_of(dtype);
   std::size_t n_bytes = type.size();
   for (int n : shape) n_bytes *= static_cast<std::size_t>(n);
   if (n_bytes != bytes.nbytes()) throw std::invalid_argument("bytes, shape and dtype disagree");
   auto* data = bytes.data();
-  if (reinterpret_cast<std::uintptr_t>(data) % type.size() != 0) throw std::invalid_argument("memory is not aligned for its dtype");
+  if (reinterpret_cast<std::uintptr_t>(data) % type.size() != 0)
+    throw std::invalid_argument("memory is not aligned for its dtype");
   mx::allocator::Buffer buffer(data - sizeof(std::size_t));
-  if (buffer.raw_ptr() != data) throw std::runtime_error("this MLX lays out CPU buffers differently; it is not the pinned version");
+  if (buffer.raw_ptr() != data)
+    throw std::runtime_error("this MLX lays out CPU buffers differently; it is not the pinned version");
   // The deleter may run on any thread, without the GIL: dropping the reference to the ndarray takes it.
   auto owner = std::make_shared<decltype(bytes)>(std::move(bytes));
   auto release = [owner](mx::allocator::Buffer) mutable {

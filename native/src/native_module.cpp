@@ -111,95 +111,163 @@ NB_MODULE(_native, m) {
       });
 
   nb::class_<Pool>(m, "Pool")
-      .def_static("create", [](const std::string& name, std::uint32_t n_layers, std::uint32_t n_experts, std::uint32_t n_slots,
-                               const std::string& fingerprint, const std::string& layout) {
+      .def_static(
+          "create",
+          [](const std::string& name, std::uint32_t n_layers, std::uint32_t n_experts, std::uint32_t n_slots,
+             const std::string& fingerprint, const std::string& layout) {
             Segment s = format(name, n_layers, n_experts, n_slots, fingerprint, layout);
             return Pool{s, Evictor(s.control)};
-          }, "name"_a, "n_layers"_a, "n_experts"_a, "n_slots"_a, "fingerprint"_a, "layout"_a)
-      .def_static("attach", [](const std::string& name) {
+          },
+          "name"_a, "n_layers"_a, "n_experts"_a, "n_slots"_a, "fingerprint"_a, "layout"_a)
+      .def_static(
+          "attach",
+          [](const std::string& name) {
             Segment s = attach(name, false);
             return Pool{s, Evictor(s.control)};
-          }, "name"_a)
+          },
+          "name"_a)
       .def("complete", [](Pool& p) { p.segment.control.header().is_complete.store(1); })
       .def_prop_ro("is_complete", [](Pool& p) { return p.segment.control.header().is_complete.load() == 1; })
       .def_prop_ro("fingerprint", [](Pool& p) { return std::string(p.segment.control.header().fingerprint); })
       .def_prop_ro("layout", [](Pool& p) { return std::string(p.segment.control.header().layout); })
       .def_prop_ro("n_slots", [](Pool& p) { return p.segment.control.n_slots(); })
-      .def_prop_rw("epoch", [](Pool& p) { return p.segment.control.header().epoch.load(); },
-                   [](Pool& p, std::uint64_t epoch) { p.segment.control.header().epoch.store(epoch); })
-      .def("client_name", [](Pool& p, std::uint32_t bit) { return std::string(p.segment.control.header().clients[bit % kMaxClients].name); }, "bit"_a)
-      .def("set_client", [](Pool& p, std::uint32_t bit, const std::string& name) { set_client(p.segment.control.header(), bit, name); }, "bit"_a, "name"_a)
-      .def("reset_ring", [](Pool& p, std::uint32_t bit) {
+      .def_prop_rw(
+          "epoch", [](Pool& p) { return p.segment.control.header().epoch.load(); },
+          [](Pool& p, std::uint64_t epoch) { p.segment.control.header().epoch.store(epoch); })
+      .def(
+          "client_name",
+          [](Pool& p, std::uint32_t bit) {
+            return std::string(p.segment.control.header().clients[bit % kMaxClients].name);
+          },
+          "bit"_a)
+      .def(
+          "set_client",
+          [](Pool& p, std::uint32_t bit, const std::string& name) {
+            set_client(p.segment.control.header(), bit, name);
+          },
+          "bit"_a, "name"_a)
+      .def(
+          "reset_ring",
+          [](Pool& p, std::uint32_t bit) {
             Ring& r = p.segment.control.ring(bit);
             r.read.store(0);
             r.written.store(0);
-          }, "bit"_a)
-      .def("lookup", [](Pool& p, std::uint32_t layer, std::uint32_t expert) { return p.segment.control.table(layer, expert).load(); }, "layer"_a, "expert"_a)
-      .def("state", [](Pool& p, std::uint32_t s) { return p.segment.control.slot(s).state.load(); }, "slot"_a)
-      .def("owner", [](Pool& p, std::uint32_t s) {
+          },
+          "bit"_a)
+      .def(
+          "lookup",
+          [](Pool& p, std::uint32_t layer, std::uint32_t expert) {
+            return p.segment.control.table(layer, expert).load();
+          },
+          "layer"_a, "expert"_a)
+      .def(
+          "state", [](Pool& p, std::uint32_t s) { return p.segment.control.slot(s).state.load(); }, "slot"_a)
+      .def(
+          "owner",
+          [](Pool& p, std::uint32_t s) {
             const std::uint32_t o = p.segment.control.slot(s).owner.load();
             return o == kNoOwner ? nb::object(nb::none()) : nb::object(nb::make_tuple(o >> 16, o & 0xFFFF));
-          }, "slot"_a)
-      .def("mask", [](Pool& p, std::uint32_t s) { return p.segment.control.slot(s).mask.load(); }, "slot"_a)
-      .def("gen", [](Pool& p, std::uint32_t s) { return p.segment.control.slot(s).gen.load(); }, "slot"_a)
-      .def("n_held", [](Pool& p) {
-            std::uint32_t n = 0;
-            for (std::uint32_t s = 0; s < p.segment.control.n_slots(); ++s) n += p.segment.control.slot(s).mask.load() != 0;
-            return n;
-          })
-      .def("begin_load", [](Pool& p, std::uint32_t s, std::uint32_t layer, std::uint32_t expert) { return p.evictor.begin_load(s, layer, expert); }, "slot"_a, "layer"_a, "expert"_a)
-      .def("publish", [](Pool& p, std::uint32_t s, std::uint64_t grants) { p.evictor.publish(s, grants); }, "slot"_a, "grants"_a)
-      .def("abandon", [](Pool& p, std::uint32_t s) { p.evictor.abandon(s); }, "slot"_a)
-      .def("grant", [](Pool& p, std::uint32_t s, std::uint64_t bits) { return p.evictor.grant(s, bits); }, "slot"_a, "bits"_a)
-      .def("clear_client", [](Pool& p, std::uint32_t bit) { return p.evictor.clear_client(bit); }, "bit"_a)
-      .def("recover", [](Pool& p, std::uint32_t s) { return p.evictor.recover(s); }, "slot"_a)
-      .def("drain", [](Pool& p, std::uint32_t bit, std::uint64_t limit) { return drain(p.segment.control, bit, limit); }, "bit"_a, "limit"_a);
+          },
+          "slot"_a)
+      .def(
+          "mask", [](Pool& p, std::uint32_t s) { return p.segment.control.slot(s).mask.load(); }, "slot"_a)
+      .def(
+          "gen", [](Pool& p, std::uint32_t s) { return p.segment.control.slot(s).gen.load(); }, "slot"_a)
+      .def("n_held",
+           [](Pool& p) {
+             std::uint32_t n = 0;
+             for (std::uint32_t s = 0; s < p.segment.control.n_slots(); ++s)
+               n += p.segment.control.slot(s).mask.load() != 0;
+             return n;
+           })
+      .def(
+          "begin_load",
+          [](Pool& p, std::uint32_t s, std::uint32_t layer, std::uint32_t expert) {
+            return p.evictor.begin_load(s, layer, expert);
+          },
+          "slot"_a, "layer"_a, "expert"_a)
+      .def(
+          "publish", [](Pool& p, std::uint32_t s, std::uint64_t grants) { p.evictor.publish(s, grants); }, "slot"_a,
+          "grants"_a)
+      .def(
+          "abandon", [](Pool& p, std::uint32_t s) { p.evictor.abandon(s); }, "slot"_a)
+      .def(
+          "grant", [](Pool& p, std::uint32_t s, std::uint64_t bits) { return p.evictor.grant(s, bits); }, "slot"_a,
+          "bits"_a)
+      .def(
+          "clear_client", [](Pool& p, std::uint32_t bit) { return p.evictor.clear_client(bit); }, "bit"_a)
+      .def(
+          "recover", [](Pool& p, std::uint32_t s) { return p.evictor.recover(s); }, "slot"_a)
+      .def(
+          "drain", [](Pool& p, std::uint32_t bit, std::uint64_t limit) { return drain(p.segment.control, bit, limit); },
+          "bit"_a, "limit"_a);
 
   nb::class_<Client>(m, "PoolClient")
-      .def_static("attach", [](const std::string& name, std::uint32_t bit) {
+      .def_static(
+          "attach",
+          [](const std::string& name, std::uint32_t bit) {
             Segment s = attach(name, true);
             return Client{s, Holder(s.control, bit), bit};
-          }, "name"_a, "bit"_a)
+          },
+          "name"_a, "bit"_a)
       .def_prop_ro("fingerprint", [](Client& c) { return std::string(c.segment.control.header().fingerprint); })
       .def_prop_ro("layout", [](Client& c) { return std::string(c.segment.control.header().layout); })
       .def_prop_ro("epoch", [](Client& c) { return c.segment.control.header().epoch.load(); })
       .def_prop_ro("n_held", [](Client& c) { return c.holder.n_held(); })
       .def_prop_ro("ring_position", [](Client& c) { return c.segment.control.ring(c.bit).written.load(); })
-      .def("hold", [](Client& c, std::uint32_t layer, const std::vector<std::uint32_t>& experts) {
+      .def(
+          "hold",
+          [](Client& c, std::uint32_t layer, const std::vector<std::uint32_t>& experts) {
             std::vector<std::int32_t> slots;
             for (auto e : experts) slots.push_back(c.holder.hold(layer, e));
             return slots;
-          }, "layer"_a, "experts"_a)
-      .def("release", [](Client& c, const std::vector<std::int32_t>& slots) {
+          },
+          "layer"_a, "experts"_a)
+      .def(
+          "release",
+          [](Client& c, const std::vector<std::int32_t>& slots) {
             for (auto s : slots)
               if (s >= 0) c.holder.release(static_cast<std::uint32_t>(s));
-          }, "slots"_a)
-      .def("drop_grants", [](Client& c, const std::vector<std::uint32_t>& slots) {
+          },
+          "slots"_a)
+      .def(
+          "drop_grants",
+          [](Client& c, const std::vector<std::uint32_t>& slots) {
             for (auto s : slots) c.holder.drop_grant(s);
-          }, "slots"_a)
+          },
+          "slots"_a)
       .def("reconcile", [](Client& c) { c.holder.reconcile(); })
-      .def("push_event", [](Client& c, std::uint32_t step, std::uint32_t layer, const std::vector<std::uint32_t>& experts,
-                            const std::vector<std::int32_t>& slots) {
+      .def(
+          "push_event",
+          [](Client& c, std::uint32_t step, std::uint32_t layer, const std::vector<std::uint32_t>& experts,
+             const std::vector<std::int32_t>& slots) {
             if (experts.size() != slots.size()) throw std::invalid_argument("experts and slots differ in length");
             return ring_push(c.segment.control.ring(c.bit), step, layer, experts, slots);
-          }, "step"_a, "layer"_a, "experts"_a, "slots"_a);
+          },
+          "step"_a, "layer"_a, "experts"_a, "slots"_a);
 
   nb::class_<Reader>(m, "Reader")
       .def_static("with_threads", &Reader::with_threads, "depth"_a, "block_bytes"_a, "record_bytes"_a)
       .def_static("with_uring", &Reader::with_uring, "depth"_a, "block_bytes"_a, "record_bytes"_a)
-      .def("submit", [](Reader& r, std::uint64_t tag, int fd, std::uint64_t offset,
-                        const std::vector<std::tuple<std::uintptr_t, std::size_t>>& spans, bool is_direct) {
-            r.submit({tag, fd, offset, spans_of(spans), is_direct});
-          }, "tag"_a, "fd"_a, "offset"_a, "spans"_a, "is_direct"_a)
-      .def("reap", [](Reader& r) {
-            nb::list out;
-            for (const Completion& c : r.reap()) out.append(nb::make_tuple(c.tag, c.error, c.seconds, c.n_retries));
-            return out;
-          })
-      .def("register_memory", [](Reader& r, const std::vector<std::tuple<std::uintptr_t, std::size_t>>& spans) {
+      .def(
+          "submit",
+          [](Reader& r, std::uint64_t tag, int fd, std::uint64_t offset,
+             const std::vector<std::tuple<std::uintptr_t, std::size_t>>& spans,
+             bool is_direct) { r.submit({tag, fd, offset, spans_of(spans), is_direct}); },
+          "tag"_a, "fd"_a, "offset"_a, "spans"_a, "is_direct"_a)
+      .def("reap",
+           [](Reader& r) {
+             nb::list out;
+             for (const Completion& c : r.reap()) out.append(nb::make_tuple(c.tag, c.error, c.seconds, c.n_retries));
+             return out;
+           })
+      .def(
+          "register_memory",
+          [](Reader& r, const std::vector<std::tuple<std::uintptr_t, std::size_t>>& spans) {
             nb::gil_scoped_release release;  // pinning a gigabyte takes half a second
             return r.register_memory(spans_of(spans));
-          }, "spans"_a)
+          },
+          "spans"_a)
       .def_prop_ro("event_fd", [](Reader& r) { return r.event_fd(); })
       .def_prop_ro("name", [](Reader& r) { return r.name(); });
 }

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "control.h"
@@ -46,7 +46,8 @@ inline bool can_read_in_place(const ReadJob& job, std::size_t block) {
   if (!job.is_direct) return true;
   std::uint64_t at = job.offset;
   for (const Span& s : job.spans) {
-    if (at % block != 0 || s.n_bytes % block != 0 || reinterpret_cast<std::uintptr_t>(s.data) % block != 0) return false;
+    if (at % block != 0 || s.n_bytes % block != 0 || reinterpret_cast<std::uintptr_t>(s.data) % block != 0)
+      return false;
     at += s.n_bytes;
   }
   return true;

@@ -194,7 +194,8 @@ class UringReader final : public Reader {
     try {
       map_rings(params);
       const int fd = event_.fd();
-      if (::syscall(__NR_io_uring_register, ring_fd_, IORING_REGISTER_EVENTFD, &fd, 1) < 0) fail("IORING_REGISTER_EVENTFD");
+      if (::syscall(__NR_io_uring_register, ring_fd_, IORING_REGISTER_EVENTFD, &fd, 1) < 0)
+        fail("IORING_REGISTER_EVENTFD");
     } catch (...) {
       close_ring();
       throw;
@@ -246,7 +247,8 @@ class UringReader final : public Reader {
       buffers.push_back({s.data, s.n_bytes});
     }
     // Fails with ENOMEM where RLIMIT_MEMLOCK is small, as it is for most users: then reads go unregistered.
-    if (::syscall(__NR_io_uring_register, ring_fd_, IORING_REGISTER_BUFFERS, buffers.data(), buffers.size()) < 0) return false;
+    if (::syscall(__NR_io_uring_register, ring_fd_, IORING_REGISTER_BUFFERS, buffers.data(), buffers.size()) < 0)
+      return false;
     fixed_ = spans;
     return true;
   }
@@ -288,7 +290,8 @@ class UringReader final : public Reader {
   }
 
   void* map(std::size_t n_bytes, std::uint64_t offset) const {
-    void* p = ::mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_fd_, static_cast<off_t>(offset));
+    void* p = ::mmap(nullptr, n_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_fd_,
+                     static_cast<off_t>(offset));
     if (p == MAP_FAILED) fail("mmap of io_uring");
     return p;
   }
@@ -330,7 +333,8 @@ class UringReader final : public Reader {
 
   int fixed_buffer(const Part& part) const {
     for (std::size_t b = 0; b < fixed_.size(); ++b)
-      if (part.data >= fixed_[b].data && part.data + part.n_bytes <= fixed_[b].data + fixed_[b].n_bytes) return static_cast<int>(b);
+      if (part.data >= fixed_[b].data && part.data + part.n_bytes <= fixed_[b].data + fixed_[b].n_bytes)
+        return static_cast<int>(b);
     return -1;
   }
 

@@ -137,7 +137,8 @@ class Holder {
 
   // R4. Call only after every evaluation that reads the slot has completed.
   void release(std::uint32_t s) {
-    if (s >= refs_.size() || refs_[s] == 0) throw std::logic_error("release of slot " + std::to_string(s) + " not held");
+    if (s >= refs_.size() || refs_[s] == 0)
+      throw std::logic_error("release of slot " + std::to_string(s) + " not held");
     if (--refs_[s] == 0) control_.slot(s).mask.fetch_and(~bit_);
   }
 

@@ -43,7 +43,7 @@ from sparkle.rundir import FileLock, RunDir
 from sparkle.store import Store
 
 POLL_MS = 20  # how often a wait looks for an abort; replies wake it at once
-RING_POLL_S = 0.001
+RING_POLL_S = 0.005
 FIRST_RESEND_S = 0.05  # daemons start together; the pool of a small model is ready in a tenth of a second
 
 
@@ -79,8 +79,7 @@ class PoolClient:
         end = time.monotonic() + deadline_s
         interval_s, found = FIRST_RESEND_S, "is it running?"
         while not should_abort():
-            self._send(Hello(self._role, os.getpid(), model=self._store.fingerprint))
-            self._send(AttachPool(self.incarnation, os.getpid(), self._layers))
+            self._greet()
             pause = min(end, time.monotonic() + interval_s)
             interval_s = min(2 * interval_s, config.RESEND_S)
             while (message := self._receive(pause, should_abort)) is not None:
@@ -141,8 +140,7 @@ class PoolClient:
         StorageError if an expert cannot be placed before FETCH_DEADLINE_S, Cancelled if `should_abort` says so; nothing
         is held then.
         """
-        slots = self.native.hold(layer, experts)
-        self._tell(step, layer, experts, slots, should_abort)
+        slots = self._look_up(layer, experts, step, should_abort)
         if min(slots) >= 0:
             return slots
         # INVARIANT: a client that waits holds nothing of its set, so two clients cannot block each other. The set is
@@ -161,24 +159,31 @@ class PoolClient:
     def release(self, slots: Sequence[int]) -> None:
         self.native.release(slots)
 
-    def _tell(
-        self, step: int, layer: int, experts: Sequence[int], slots: list[int], should_abort: Callable[[], bool]
-    ) -> None:
-        """Write the event that policy learns from; waits while the ring is full, for nothing may be dropped."""
-        if self.native.push_event(step % 2**32, layer, experts, slots):
-            return
-        end = time.monotonic() + config.RING_DEADLINE_S
-        while not self.native.push_event(step % 2**32, layer, experts, slots):
-            if should_abort() or time.monotonic() > end:
-                self.native.release(slots)
-                raise (
-                    Cancelled("cancelled while the event ring was full")
-                    if should_abort()
-                    else PeerError(
-                        f"the prefetch daemon has not read events for {config.RING_DEADLINE_S:.0f} s; is it alive?"
-                    )
-                )
-            time.sleep(RING_POLL_S)
+    def _look_up(self, layer: int, experts: Sequence[int], step: int, should_abort: Callable[[], bool]) -> list[int]:
+        """Hold what is there (-1 where nothing is), and write the event that policy learns from.
+
+        Waits while the ring is full: nothing may be dropped. A ring that nobody empties may belong to a pool that its
+        daemon took along when it ended, so the client attaches anew meanwhile, and looks again in what it gets.
+        """
+        full_since, resend_at = 0.0, 0.0
+        while True:
+            slots = self.native.hold(layer, experts)
+            if self.native.push_event(step % 2**32, layer, experts, slots):
+                return slots
+            self.native.release(slots)
+            now = time.monotonic()
+            full_since = full_since or now
+            if should_abort():
+                raise Cancelled("cancelled while the event ring was full")
+            if now > full_since + config.RING_DEADLINE_S:
+                waited = f"{config.RING_DEADLINE_S:.0f} s"
+                raise PeerError(f"the prefetch daemon has not read events for {waited}; is it alive?")
+            if now >= resend_at:
+                self._greet()
+                resend_at = now + config.RESEND_S
+            message = self._receive(now + RING_POLL_S, should_abort)
+            if isinstance(message, PoolAttached):
+                self._map(message)
 
     def _fetch(self, layer: int, experts: Sequence[int], end: float, should_abort: Callable[[], bool]) -> list[int]:
         request_id = f"{self.incarnation}/{next(self._ids)}"
@@ -205,10 +210,14 @@ class PoolClient:
             if isinstance(message, ExpertsReady) and message.request_id == request_id:
                 request_id, resend_at = f"{self.incarnation}/{next(self._ids)}", 0.0  # evicted meanwhile: ask anew
 
+    def _greet(self) -> None:
+        """Say who we are and ask to be attached; to a daemon that knows us already, this changes nothing."""
+        self._send(Hello(self._role, os.getpid(), model=self._store.fingerprint))
+        self._send(AttachPool(self.incarnation, os.getpid(), self._layers))
+
     def _request(self, request_id: str, layer: int, experts: Sequence[int], left_s: float, is_first: bool) -> None:
         if not is_first:  # silence: the daemon may have been restarted, and a new one does not know us yet
-            self._send(Hello(self._role, os.getpid(), model=self._store.fingerprint))
-            self._send(AttachPool(self.incarnation, os.getpid(), self._layers))
+            self._greet()
         self._send(
             FetchExperts(
                 request_id=request_id,

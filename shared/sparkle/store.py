@@ -19,7 +19,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -42,7 +42,7 @@ from sparkle.manifest import (
 )
 from sparkle.progress import Progress
 
-__all__ = ["ALIGN_BYTES", "ExpertLayer", "FileSum", "LayoutClass", "Piece", "Quant", "Store", "verify"]
+__all__ = ["ALIGN_BYTES", "ExpertLayer", "FileSum", "LayoutClass", "Piece", "Quant", "Store", "verify", "verify_file"]
 
 CONFIG = "config.json"
 RESIDENT = "resident.safetensors"
@@ -140,13 +140,9 @@ def verify(store: Store, progress: Progress) -> None:
     total += sum(x.n_experts * store.classes[x.layout].stride_bytes for x in store.layers)
     done = 0
     for name, promised in store.files.items():
-        path, digest = store.path / name, xxhash.xxh3_64()
-        with _open_uncached(path) as file:
-            for chunk in _steps(file, promised.nbytes, READ_BYTES):
-                digest.update(chunk)
-                progress(done := done + len(chunk), total)
-        if digest.intdigest() != promised.checksum:
-            raise StorageError(f"{path}: its bytes are not those that were prepared (XXH3 differs). {REDO}")
+        with _open_uncached(store.path / name) as file:
+            verify_file(store, name, file, lambda n, before=done: progress(before + n, total))  # type: ignore[misc]
+        done += promised.nbytes
     for layer in store.layers:
         path, layout = store.path / layer.file, store.classes[layer.layout]
         with _open_uncached(path) as file:
@@ -158,6 +154,19 @@ def verify(store: Store, progress: Progress) -> None:
                     at = store.record_offset(layer.index, expert)
                     raise StorageError(f"{path}: {where}: the record at byte {at} is not as prepared (XXH3). {REDO}")
                 progress(done := done + len(record), total)
+
+
+def verify_file(store: Store, name: str, file: FileIO, on_bytes: Callable[[int], None] = lambda n: None) -> None:
+    """Read one of the store's files whole, from an open `file`. Raises StorageError if its checksum differs.
+
+    on_bytes: called with the bytes read so far.
+    """
+    digest, done = xxhash.xxh3_64(), 0
+    for chunk in _steps(file, store.files[name].nbytes, READ_BYTES):
+        digest.update(chunk)
+        on_bytes(done := done + len(chunk))
+    if digest.intdigest() != store.files[name].checksum:
+        raise StorageError(f"{store.path / name}: its bytes are not those that were prepared (XXH3 differs). {REDO}")
 
 
 def _open_uncached(path: Path) -> FileIO:

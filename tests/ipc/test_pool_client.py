@@ -304,10 +304,10 @@ def test_a_full_ring_is_waited_for_and_nothing_is_dropped(
     monkeypatch.setattr(config, "RING_DEADLINE_S", 0.05)
     experts = list(range(8)) * 100
     with pytest.raises(PeerError, match="has not read events"):
-        client._tell(1, 0, experts, client.native.hold(0, experts), lambda: False)
+        client._look_up(0, experts, 1, lambda: False)
     looks = itertools.count()
     with pytest.raises(Cancelled):
-        client._tell(1, 0, experts, client.native.hold(0, experts), lambda: next(looks) > 2)
+        client._look_up(0, experts, 1, lambda: next(looks) > 2)
     assert (marked(prefetch), client.native.n_held) == ([], 0)
     assert len(prefetch.pool.drain(0, 2**63)) == n_events
     assert client.acquire(0, [1], step=3) == [0]

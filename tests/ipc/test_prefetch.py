@@ -365,3 +365,23 @@ def test_an_idle_daemon_takes_little_of_the_cpu(prefetch: DaemonProcess, user: P
 def _cpu_s(daemon: DaemonProcess) -> float:
     fields = Path(f"/proc/{daemon.process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_client_that_only_hits_learns_of_a_new_pool(store: Store, short_dir: Path) -> None:
+    """A daemon that ended in order took its pool along; the client's ring is read by nobody, until it attaches anew."""
+    settings = {"SPARKLE_MODEL": str(store.path)}
+    with spawn("prefetch", short_dir, settings) as first:
+        first.wait_for_state("ready")
+        user = PoolUser(short_dir, store)
+        user.use(0, [1, 2])
+    try:
+        for n in (1000, 1):
+            while user.client.native.push_event(0, 0, [1] * n, [0] * n):
+                pass
+        with spawn("prefetch", short_dir, settings) as second:
+            second.wait_for_state("ready")
+            user.use(0, [1, 2])
+            assert user.client.generation == 2
+            assert second.status().metrics["n_clients"] == 1
+    finally:
+        user.client.close()

@@ -19,7 +19,7 @@ from mlx_lm.utils import _get_classes
 from sparkle.errors import BadRequest, StorageError
 from sparkle.manifest import Quant
 from sparkle.messages import Sampling
-from sparkle.store import Store
+from sparkle.store import Store, verify_file
 from sparkled.compute.sampler import resolve
 from sparkled.compute.streamed import ExpertSource, StreamedExperts
 
@@ -42,8 +42,7 @@ def compute_dtype() -> Any | None:
 
 def load(store: Store, source: ExpertSource) -> LoadedModel:
     """Return the model, its weights evaluated. Raises StorageError naming what doesn't fit."""
-    model_class, args_class = _get_classes(store.config)
-    model = model_class(args_class.from_dict(store.config))
+    model = _build(store)
     quants = _quants(store)
     nn.quantize(model, class_predicate=lambda path, _: _as_arguments(quants.get(path)))
     for layer in store.layers:
@@ -53,6 +52,8 @@ def load(store: Store, source: ExpertSource) -> LoadedModel:
                 layer.module,
                 lambda switch, layer=layer: StreamedExperts(switch, layer, store.classes[layer.layout], source),
             )
+    with store.resident_path.open("rb", buffering=0) as file:
+        verify_file(store, store.resident_path.name, file)  # and into the page cache, whence mx.load reads it
     try:
         weights: Any = mx.load(str(store.resident_path))
         model.load_weights(list(weights.items()), strict=True)
@@ -71,6 +72,15 @@ def load(store: Store, source: ExpertSource) -> LoadedModel:
         generation_config=generation_config,
         vocab_size=_vocab_size(store.config),
     )
+
+
+def _build(store: Store) -> Any:
+    """mlx-lm's model of the store's config.json; its arrays are random, and never evaluated."""
+    try:
+        model_class, args_class = _get_classes(store.config)
+        return model_class(args_class.from_dict(store.config))
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise StorageError(f"{store.path / 'config.json'} describes no model that this mlx-lm can build: {e}") from e
 
 
 def _quants(store: Store) -> dict[str, Quant]:

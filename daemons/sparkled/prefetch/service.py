@@ -10,22 +10,22 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sparkle import _native, budget, regions
+from sparkle import _native, budget
 from sparkle.config import Settings
-from sparkle.errors import ConfigError, PeerError, PoolError, ProtocolError, SparkleError, StorageError
+from sparkle.errors import PeerError, PoolError, ProtocolError, SparkleError, StorageError
 from sparkle.lifecycle import Daemon, State
 from sparkle.messages import AttachPool, CancelFetch, DetachPool, Error, ExpertsReady, FetchExperts, PoolAttached
 from sparkle.policy import Key
-from sparkle.regions import Region
 from sparkle.rundir import lock_is_free
 from sparkle.store import Store
 from sparkled.prefetch.disk import Disk, make_reader, measure_depth
 from sparkled.prefetch.reads import ReadQueue, percentile
 from sparkled.prefetch.residency import Request, Residency
+from sparkled.prefetch.segments import Segments, open_segments
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +40,11 @@ FILL_S = 0.01
 class _Built:
     """What the start-up thread hands over."""
 
-    store: Store
     disk: Disk
     reader: _native.Reader
     depth: int
     depth_reason: str
-    pool: _native.Pool
-    regions: list[Region]
-    is_adopted: bool
+    segments: Segments
 
 
 class PrefetchDaemon(Daemon):
@@ -65,8 +62,7 @@ class PrefetchDaemon(Daemon):
         self._built: _Built | SparkleError | None = None
         self._builder = threading.Thread(target=self._build, name="builder", daemon=True)
         self._disk: Disk | None = None
-        self._pool: _native.Pool | None = None
-        self._regions: list[Region] = []
+        self._segments: Segments | None = None
         self._residency: Residency | None = None
         self._reads: ReadQueue | None = None
         self._clients: dict[str, int] = {}
@@ -94,9 +90,11 @@ class PrefetchDaemon(Daemon):
             disk = Disk.open(self._store, self.settings.direct_io)
             depth, reason = measure_depth(self.settings, self._store, disk)
             reader = make_reader(self.settings, self._store, disk, depth)
-            pool, mapped, is_adopted = self._open_pool()
-            reader.register_memory([(at, n * slots) for r in mapped for at, n, slots in r.arrays()])
-            self._built = _Built(self._store, disk, reader, depth, reason, pool, mapped, is_adopted)
+            segments = open_segments(
+                self.rundir.shm_prefix, self._store, self._budget.slots, lambda: self.state is State.DRAINING
+            )
+            reader.register_memory([(at, n * slots) for r in segments.regions for at, n, slots in r.arrays()])
+            self._built = _Built(disk, reader, depth, reason, segments)
         except Exception as e:  # the process edge of this thread: the loop must learn of its end
             if disk is not None:
                 disk.close()
@@ -104,36 +102,6 @@ class PrefetchDaemon(Daemon):
                 log.exception("builder_broke")
             self._built = e if isinstance(e, SparkleError) else SparkleError(f"start-up broke: {type(e).__name__}: {e}")
         self.wake()
-
-    def _open_pool(self) -> tuple[_native.Pool, list[Region], bool]:
-        """Adopt the pool of a predecessor that died, if it is the one we would make; else make a new one."""
-        name = regions.control_name(self.rundir.shm_prefix)
-        classes = self._store.classes
-        wanted = regions.plan(self.rundir.shm_prefix, classes, self._budget.slots)
-        old = _try_attach(name)
-        if old is not None:
-            specs = _specs_of(old)
-            is_wanted = old.fingerprint == self._store.fingerprint and _shape(specs) == _shape(wanted)
-            if old.is_complete and is_wanted:
-                try:
-                    return old, [Region.attach(s, classes[s.layout]) for s in specs], True
-                except PoolError as e:
-                    log.warning("pool_not_adopted %s", e)
-            _unlink_pool(name, specs)
-        _native.Mapping.unlink(name)
-        try:
-            # The control segment first: it names the regions, so that a successor finds what a daemon killed here made.
-            n_experts = max(layer.n_experts for layer in self._store.layers)
-            pool = _create_control(name, len(self._store.layers), n_experts, wanted, self._store.fingerprint)
-            mapped = []
-            for spec in wanted:
-                if self.state is State.DRAINING:  # a large pool takes longer to allocate than a shutdown may
-                    raise PoolError("stopped while allocating")
-                mapped.append(Region.create(spec, classes[spec.layout]))
-        except Exception:
-            _unlink_pool(name, wanted)
-            raise
-        return pool, mapped, False
 
     def on_wake(self) -> None:
         """Take over what the builder made."""
@@ -143,18 +111,17 @@ class PrefetchDaemon(Daemon):
         if isinstance(built, SparkleError):
             self.fail(built)
             return
-        self._disk, self._pool, self._regions = built.disk, built.pool, built.regions
-        reader = built.reader
-        residency = Residency(self._store, built.pool, built.regions, self._on_ready, self._on_failed)
+        self._disk, self._segments, reader, pool = built.disk, built.segments, built.reader, built.segments.pool
+        residency = Residency(self._store, pool, built.segments.regions, self._on_ready, self._on_failed)
         self._reads = ReadQueue(
             self._store, built.disk, reader, built.depth, self.settings.checksum_frac, residency.read_ended
         )
         self._residency = residency
         self._reader_name, self._depth = reader.name, built.depth
         n_found = residency.start(self._reads)
-        built.pool.epoch = self.epoch
-        self._adopt_clients(built.pool)
-        built.pool.complete()
+        pool.epoch = self.epoch
+        self._adopt_clients(pool)
+        pool.complete()
         self.watch(self._reads.event_fd, self._reads.reap)
         self.every(DEATH_CHECK_S, self._bury_the_dead)
         self.every(EXPIRY_S, residency.expire)
@@ -166,8 +133,8 @@ class PrefetchDaemon(Daemon):
             built.depth,
             built.depth_reason,
         )
-        how = f"adopted with {n_found} experts" if built.is_adopted else "empty"
-        self.become(State.READY, f"pool of {built.pool.n_slots} slots, {how}")
+        how = f"adopted with {n_found} experts" if built.segments.is_adopted else "empty"
+        self.become(State.READY, f"pool of {pool.n_slots} slots, {how}")
 
     def _adopt_clients(self, pool: _native.Pool) -> None:
         """Clients of the predecessor keep their bits; those that died meanwhile are cleared by `_bury_the_dead`."""
@@ -179,15 +146,15 @@ class PrefetchDaemon(Daemon):
         if self._builder.is_alive():
             self._builder.join()  # allocation can't be interrupted; what it made must be removed below
         if isinstance(self._built, _Built):
-            self._disk, self._pool, self._regions = self._built.disk, self._built.pool, self._built.regions
+            self._disk, self._segments = self._built.disk, self._built.segments
         if self._reads is not None:
             self.unwatch(self._reads.event_fd)
             self._reads.close()
         self._reads = self._residency = None
         if self._disk is not None:
             self._disk.close()
-        if self._pool is not None:
-            _unlink_pool(regions.control_name(self.rundir.shm_prefix), [r.spec for r in self._regions])
+        if self._segments is not None:
+            self._segments.unlink()
 
     # --- clients ---------------------------------------------------------------------------------------------------
 
@@ -205,7 +172,7 @@ class PrefetchDaemon(Daemon):
         if not self._layers_used.issuperset(message.layers):
             self._layers_used.update(message.layers)
             self._fill = self._fill_order()
-        segment = regions.control_name(self.rundir.shm_prefix)
+        segment = self._segments.name if self._segments else ""
         bit = self._clients[message.incarnation]
         self.reply(peer, PoolAttached(message.incarnation, segment, bit, self.epoch))
 
@@ -340,9 +307,9 @@ class PrefetchDaemon(Daemon):
                     yield layer.index, expert
 
     def _serving(self) -> tuple[Residency, _native.Pool]:
-        if self._residency is None or self._pool is None:
+        if self._residency is None or self._segments is None:
             raise PeerError(f"the prefetch daemon is {self.state.value}: {self.detail}")
-        return self._residency, self._pool
+        return self._residency, self._segments.pool
 
     # --- telemetry -------------------------------------------------------------------------------------------------
 
@@ -355,16 +322,16 @@ class PrefetchDaemon(Daemon):
             "n_experts": sum(x.n_experts for x in self._store.layers if x.index in self._layers_used),
             "n_clients": len(self._clients),
         }
-        if self._residency is None or self._pool is None or self._reads is None or self._disk is None:
+        if self._residency is None or self._segments is None or self._reads is None or self._disk is None:
             return out
         stats, counts = self._reads.stats, self._residency.counts
         return out | {
-            "pool_bytes": sum(r.spec.n_bytes for r in self._regions),
-            "n_regions": len(self._regions),
-            "n_slots": self._pool.n_slots,
+            "pool_bytes": sum(r.spec.n_bytes for r in self._segments.regions),
+            "n_regions": len(self._segments.regions),
+            "n_slots": self._segments.pool.n_slots,
             "slots_used": self._residency.n_used,
             "slots_loading": self._residency.n_loading,
-            "slots_held": self._pool.n_held(),
+            "slots_held": self._segments.pool.n_held(),
             "slots_pinned": 0,  # nothing is pinned: eviction may take any slot that is not held
             "slots_side": self._residency.n_side,
             **{name: counts[name] for name in _COUNTS},
@@ -394,41 +361,3 @@ _COUNTS = (
     "evictions",
     "unplaced_experts",
 )
-
-
-def _try_attach(name: str) -> _native.Pool | None:
-    try:
-        return _native.Pool.attach(name)
-    except (OSError, RuntimeError) as e:
-        if not isinstance(e, FileNotFoundError):
-            log.info("pool_not_adopted %s", e)
-        return None
-
-
-def _specs_of(pool: _native.Pool) -> tuple[regions.RegionSpec, ...]:
-    """The regions of a predecessor's pool; none if its table is damaged, or was not written yet."""
-    try:
-        return regions.from_json(pool.layout)
-    except PoolError as e:
-        log.warning("pool_not_adopted %s", e)
-        return ()
-
-
-def _shape(specs: Sequence[regions.RegionSpec]) -> list[tuple[int, int, int, int]]:
-    return [(s.layout, s.first_slot, s.n_slots, s.n_bytes) for s in specs]
-
-
-def _create_control(
-    name: str, n_layers: int, n_experts: int, specs: Sequence[regions.RegionSpec], fingerprint: str
-) -> _native.Pool:
-    try:
-        n_slots = sum(s.n_slots for s in specs)
-        return _native.Pool.create(name, n_layers, n_experts, n_slots, fingerprint, regions.to_json(specs))
-    except OSError as e:
-        raise ConfigError(f"cannot create shared memory {name}: {e}; make /dev/shm larger or free some") from e
-
-
-def _unlink_pool(name: str, specs: Sequence[regions.RegionSpec]) -> None:
-    for spec in specs:
-        _native.Mapping.unlink(spec.name)
-    _native.Mapping.unlink(name)
