@@ -91,7 +91,7 @@ def test_all_ready(up: Up) -> None:
     code, screen = ask()
     assert code == 0
     assert "all ready" in screen
-    assert re.search(rf"prefetch +● ready +pid {os.getpid()} +up 1 h 2 min +1.2 GB +serving a fake", screen)
+    assert re.search(rf"prefetch +● ready +pid {os.getpid()} +up 1 h 2 min +1.2 GB *\n", screen)
     assert "24.0 GB         25.0 % of the experts · 3 regions" in row(screen, "size")
     assert "95.0 %" in row(screen, "hits") and "900 resident · 30 in flight · 20 late" in row(screen, "hits")
     assert "50" in row(screen, "misses")

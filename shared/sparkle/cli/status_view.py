@@ -92,8 +92,10 @@ def _daemons(statuses: Mapping[str, DaemonStatus]) -> RenderableType:
         if status.uptime_s is not None and status.rss_bytes is not None:
             line.append("up ", "dim").append(f"{format_duration(status.uptime_s):<13}")
             line.append(f"{format_bytes(status.rss_bytes):<9}")
-        detail = Text(status.detail, "dim" if status.state in ("ready", NOT_RUNNING) else style)
-        if status.state == "ready" or line.cell_len + detail.cell_len < WIDTH:
+        detail = Text(status.detail, "dim" if status.state == NOT_RUNNING else style)
+        if status.state == "ready":
+            lines.append(line)  # the sections below say more
+        elif line.cell_len + detail.cell_len < WIDTH:
             lines.append(line.append_text(detail))
         else:
             lines += [line, Padding(detail, (0, 0, 0, LABEL_WIDTH + 2))]
