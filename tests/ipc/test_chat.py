@@ -207,6 +207,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(front: FakeFront, environ: d
     terminal.type("again\r")
     terminal.expect("Paris 巴黎 👩‍🚀\r\n")
     assert front.wait_for(Chat, 2).messages[-1]["content"] == "again"
+    terminal.expect(PROMPT)
     terminal.type("\x04")
     assert terminal.exit_code() == 0
 
