@@ -268,6 +268,7 @@ NB_MODULE(_native, m) {
             return r.register_memory(spans_of(spans));
           },
           "spans"_a)
+      .def("keep_open", &Reader::keep_open, "fd"_a)
       .def_prop_ro("event_fd", [](Reader& r) { return r.event_fd(); })
       .def_prop_ro("name", [](Reader& r) { return r.name(); });
 }

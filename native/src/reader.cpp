@@ -253,6 +253,11 @@ class UringReader final : public Reader {
     return true;
   }
 
+  void keep_open(int fd) override {
+    // A registered file is let go when the ring is freed, and that waits for every read (io_uring_register(2)).
+    if (::syscall(__NR_io_uring_register, ring_fd_, IORING_REGISTER_FILES, &fd, 1) < 0) fail("IORING_REGISTER_FILES");
+  }
+
   int event_fd() const override { return event_.fd(); }
   std::string name() const override { return fixed_.empty() ? "io_uring" : "io_uring, registered buffers"; }
 

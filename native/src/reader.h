@@ -47,6 +47,10 @@ class Reader {
   virtual std::string name() const = 0;
   // Tell the kernel of memory that reads will go to (io_uring fixed buffers). False if it refuses; reads work all the same.
   virtual bool register_memory(const std::vector<Span>&) { return false; }
+  // Keep the file of `fd` open for as long as a read may still write to memory, also after this process was killed. With
+  // the fd of a lock: who gets the lock knows that no read of its last holder is under way. Throws std::system_error.
+  // Threads need nothing of the kind: the kernel ends a process only after its system calls.
+  virtual void keep_open(int) {}
 
   // depth: reads under way at once. block_bytes: alignment that direct I/O needs. record_bytes: largest record.
   static std::unique_ptr<Reader> with_threads(unsigned depth, std::size_t block_bytes, std::size_t record_bytes);

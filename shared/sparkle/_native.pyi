@@ -103,6 +103,8 @@ class Reader:
     def reap(self) -> list[tuple[int, int, float, int]]:
         """(tag, errno or 0, seconds, retries) of each finished read."""
     def register_memory(self, spans: Sequence[tuple[int, int]]) -> bool: ...
+    def keep_open(self, fd: int) -> None:
+        """Keep a file open until no read can write to memory any more, even if this process is killed."""
     @property
     def event_fd(self) -> int: ...
     @property

@@ -66,7 +66,7 @@ class Daemon:
         self.epoch = time.time_ns()
         self.error: SparkleError | None = None
         self._started_at = time.monotonic()
-        self._lock = lock_role(self.rundir, self.role)
+        self.role_lock = lock_role(self.rundir, self.role)
         path = self.rundir.socket(self.role)
         clear_stale_socket(path)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -243,7 +243,7 @@ class Daemon:
             self._router.close()
             self.context.term()  # every socket has LINGER_MS: this returns within it
             self.rundir.socket(self.role).unlink(missing_ok=True)
-            self._lock.remove_and_close()
+            self.role_lock.remove_and_close()
             self._wake_r.close()
             self._wake_w.close()
 

@@ -14,12 +14,15 @@ import os
 import socket as socketlib
 import stat
 import sys
+import time
 from pathlib import Path
 
 from sparkle.errors import ConfigError
 
 # sockaddr_un.sun_path, less the terminating zero (Linux 108, macOS and BSD 104)
 IPC_PATH_LIMIT = 107 if sys.platform == "linux" else 103
+LAST_READS_S = 60.0  # the block layer gives a request up after 30
+LOCK_POLL_S = 0.02
 LONGEST_SOCKET_NAME = "prefetch.sock"
 
 
@@ -91,6 +94,9 @@ class FileLock:
         except FileNotFoundError:
             return False
 
+    def fileno(self) -> int:
+        return self._fd
+
     def write_pid(self) -> None:
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
@@ -105,9 +111,16 @@ class FileLock:
 
 
 def lock_role(rundir: RunDir, role: str) -> FileLock:
-    """Take the lock of a daemon role. Raises ConfigError if another instance holds it."""
+    """Take the lock of a daemon role. Raises ConfigError if another instance holds it.
+
+    The lock of a dead prefetch daemon stays taken while reads that it began may still land in the pool (keep_open in
+    native/src/reader.h): that is waited for.
+    """
     lock = FileLock(rundir.path / f"{role}.lock")
-    if not lock.try_acquire():
+    deadline = time.monotonic() + LAST_READS_S
+    while not (is_ours := lock.try_acquire()) and _is_dead(_read_pid(lock.path)) and time.monotonic() < deadline:
+        time.sleep(LOCK_POLL_S)
+    if not is_ours:
         pid = _read_pid(lock.path)
         lock.close()
         raise ConfigError(
@@ -116,6 +129,18 @@ def lock_role(rundir: RunDir, role: str) -> FileLock:
         )
     lock.write_pid()
     return lock
+
+
+def _is_dead(pid: str) -> bool:
+    if not pid.isdigit():
+        return False  # its holder has not written it yet
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 def _read_pid(path: Path) -> str:

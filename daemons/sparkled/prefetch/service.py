@@ -93,6 +93,9 @@ class PrefetchDaemon(Daemon):
             segments = open_segments(
                 self.rundir.shm_prefix, self._store, self._budget.slots, lambda: self.state is State.DRAINING
             )
+            reader.keep_open(
+                self.role_lock.fileno()
+            )  # a successor gets the lock when no read of ours can land any more
             reader.register_memory([(at, n * slots) for r in segments.regions for at, n, slots in r.arrays()])
             self._built = _Built(disk, reader, depth, reason, segments)
         except Exception as e:  # the process edge of this thread: the loop must learn of its end
