@@ -34,6 +34,7 @@ METRICS: dict[str, dict[str, Any]] = {
         "pool_bytes": 24_000_000_000,
         "experts_bytes": 96_000_000_000,
         "n_slots": 100,
+        "n_experts": 400,
         "slots_used": 80,
         "slots_pinned": 20,
         "slots_side": 10,

@@ -103,7 +103,7 @@ def _daemons(statuses: Mapping[str, DaemonStatus]) -> RenderableType:
 
 
 def _pool(m: _Metrics) -> RenderableType:
-    share = _share(m.number("pool_bytes"), m.number("experts_bytes"))
+    share = _share(m.number("n_slots"), m.number("n_experts"))
     table = _section("Pool", m.text("model_name"))
     table.add_row(
         "size", format_bytes(m.number("pool_bytes")), f"{share} of the experts{DOT}{m.items('n_regions', 'region')}"
