@@ -255,11 +255,8 @@ def _choose_device(wanted: str) -> str:
     has_gpu = mx.is_available(mx.gpu)
     if wanted == "gpu" and not has_gpu:
         raise ConfigError("device = gpu, but this mlx has no GPU backend; use auto")
-    mx.set_default_device(mx.gpu if has_gpu and wanted != "cpu" else mx.cpu)
-    return (
-        "Metal GPU"
-        if mx.metal.is_available() and wanted != "cpu"
-        else "CUDA GPU"
-        if has_gpu and wanted != "cpu"
-        else "CPU"
-    )
+    if not has_gpu or wanted == "cpu":
+        mx.set_default_device(mx.cpu)
+        return "CPU"
+    mx.set_default_device(mx.gpu)
+    return "Metal GPU" if mx.metal.is_available() else "CUDA GPU"

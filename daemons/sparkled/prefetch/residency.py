@@ -258,9 +258,6 @@ class Residency:
         self._read(key, slot, Cause.BACKGROUND)
         return True
 
-    def has_free(self, layout: int) -> bool:
-        return bool(self._free[layout])
-
     # --- events ----------------------------------------------------------------------------------------------------
 
     def used(self, layer: int, experts: list[tuple[int, bool]]) -> None:
