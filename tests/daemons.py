@@ -160,4 +160,5 @@ def spawn(
         shortened = "".join(f"config.{name} = {value!r}; " for name, value in deadlines.items())
         run = f"runpy.run_module('sparkled.{role}', run_name='__main__')"
         command = [sys.executable, "-c", f"import runpy; from sparkle import config; {shortened}{run}"]
-    return DaemonProcess(role, run_dir, command, {**inherited, "SPARKLE_RUN_DIR": str(run_dir), **(env or {})})
+    own = {"SPARKLE_RUN_DIR": str(run_dir), "SPARKLE_STATE_DIR": str(run_dir / "state")}
+    return DaemonProcess(role, run_dir, command, {**inherited, **own, **(env or {})})

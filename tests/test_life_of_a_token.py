@@ -19,6 +19,7 @@ from sparkle.pool_client import PoolClient
 from sparkle.regions import control_name
 from sparkle.rundir import RunDir
 from sparkle.store import Store
+from sparkle.trace import Origin
 from sparkled.front.template import ChatTemplate, clean
 from sparkled.front.tokenizer import Tokenizer
 from tests.conftest import SHIPPED
@@ -76,7 +77,7 @@ def test_3_a_missing_expert_is_fetched_into_a_slot(system: System, shipped_store
         client.attach(10.0)
         before = system.prefetch.status().metrics
         experts = list(range(0, 64, 4))
-        slots = client.acquire(0, experts, step=1)
+        slots = client.acquire(0, experts, Origin(1))
         for expert, slot in zip(experts, slots, strict=True):
             region = next(r for r in client.regions if 0 <= slot - r.spec.first_slot < r.spec.n_slots)
             digest = xxhash.xxh3_64()
@@ -85,7 +86,7 @@ def test_3_a_missing_expert_is_fetched_into_a_slot(system: System, shipped_store
             assert digest.intdigest() == store.layers[0].checksums[expert]
         pool = Pool.attach(control_name(RunDir(system.run_dir).shm_prefix))
         assert all(pool.state(s) == READY and pool.mask(s) for s in slots), "held: no evictor may touch them"
-        assert client.acquire(0, experts, step=2) == slots, "hits need no message"
+        assert client.acquire(0, experts, Origin(2)) == slots, "hits need no message"
         client.release(slots)
         client.release(slots)
         assert not any(pool.mask(s) for s in slots)

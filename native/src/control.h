@@ -20,13 +20,13 @@
 namespace sparkle {
 
 inline constexpr std::uint64_t kMagic = 0x314C4F4F504B5053;  // "SPKPOOL1"
-inline constexpr std::uint32_t kVersion = 1;
+inline constexpr std::uint32_t kVersion = 2;
 inline constexpr std::size_t kPage = 16384;  // Apple's page; a multiple of Linux's
 inline constexpr std::uint32_t kMaxClients = 16;
 inline constexpr std::uint32_t kRingWords = 1u << 16;  // about 100 tokens of an 80B model between two drains
 inline constexpr std::uint32_t kNoOwner = 0xFFFFFFFF;
 
-enum SlotState : std::uint32_t { kEmpty = 0, kLoading = 1, kReady = 2, kEvicting = 3 };
+enum SlotState : std::uint32_t { kEmpty = 0, kLoading = 1, kReady = 2, kEvicting = 3, kRetired = 4 };
 
 struct alignas(64) Slot {
   std::atomic<std::uint32_t> state;
@@ -55,7 +55,8 @@ struct Header {
   std::uint64_t segment_bytes;
   char fingerprint[72];
   std::atomic<std::uint64_t> epoch;  // of the prefetch daemon in charge
-  std::uint32_t n_layers, n_experts, n_slots, unused;
+  std::uint32_t n_layers, n_experts, n_slots;
+  std::atomic<std::uint32_t> wants_hints;  // 1 while the prefetch daemon has use for HintExperts
   Incarnation clients[kMaxClients];
   char layout[8192];  // JSON of the regions, written by the creator before is_complete
 };

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <system_error>
 
+#include "belady.h"
 #include "control.h"
 #include "mapping.h"
 #include "reader.h"
@@ -58,9 +59,12 @@ Segment attach(const std::string& name, bool must_be_complete) {
 nb::list drain(Control control, std::uint32_t bit, std::uint64_t limit) {
   nb::list out;
   for (const Event& e : ring_drain(control.ring(bit), limit)) {
-    nb::list experts;
-    for (std::size_t i = 0; i < e.experts.size(); ++i) experts.append(nb::make_tuple(e.experts[i], bool(e.is_hit[i])));
-    out.append(nb::make_tuple(e.step, e.layer, experts));
+    nb::list experts, is_hit;
+    for (std::size_t i = 0; i < e.experts.size(); ++i) {
+      experts.append(e.experts[i]);
+      is_hit.append(bool(e.is_hit[i]));
+    }
+    out.append(nb::make_tuple(e.step, e.time_us, e.stream, e.rows, e.token, e.layer, experts, is_hit));
   }
   return out;
 }
@@ -76,6 +80,9 @@ void set_client(Header& header, std::uint32_t bit, const std::string& name) {
   if (name.size() >= sizeof(Incarnation)) throw std::invalid_argument("client name too long");
   std::memcpy(header.clients[bit].name, name.c_str(), name.size() + 1);
 }
+
+template <typename T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 }  // namespace
 
@@ -93,17 +100,23 @@ NB_MODULE(_native, m) {
   m.attr("MAX_CLIENTS") = kMaxClients;
   m.attr("RING_WORDS") = kRingWords;
   m.attr("PAGE_BYTES") = kPage;
+  m.attr("CAN_DISCARD") = kCanDiscard;
   m.attr("EMPTY") = int(kEmpty);
   m.attr("LOADING") = int(kLoading);
   m.attr("READY") = int(kReady);
   m.attr("EVICTING") = int(kEvicting);
+  m.attr("RETIRED") = int(kRetired);
 
   nb::class_<Mapping>(m, "Mapping")
       .def_static("create", &Mapping::create, "name"_a, "n_bytes"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def_static("create_sparse", &Mapping::create_sparse, "name"_a, "n_bytes"_a)
       .def_static("attach", &Mapping::attach, "name"_a)
       .def_static("unlink", &Mapping::unlink, "name"_a)
+      .def("reserve", &Mapping::reserve, "offset"_a, "n_bytes"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("discard", &Mapping::discard, "offset"_a, "n_bytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("address", [](const Mapping& s) { return reinterpret_cast<std::uintptr_t>(s.data()); })
       .def_prop_ro("n_bytes", &Mapping::size)
+      .def_prop_ro("backed_bytes", &Mapping::backed)
       // The array keeps the mapping alive: memory is unmapped when the last view is gone, never before.
       .def("array", [](nb::handle_t<Mapping> self) {
         const auto& s = nb::cast<const Mapping&>(self);
@@ -134,6 +147,9 @@ NB_MODULE(_native, m) {
       .def_prop_rw(
           "epoch", [](Pool& p) { return p.segment.control.header().epoch.load(); },
           [](Pool& p, std::uint64_t epoch) { p.segment.control.header().epoch.store(epoch); })
+      .def_prop_rw(
+          "wants_hints", [](Pool& p) { return p.segment.control.header().wants_hints.load() != 0; },
+          [](Pool& p, bool wants) { p.segment.control.header().wants_hints.store(wants ? 1 : 0); })
       .def(
           "client_name",
           [](Pool& p, std::uint32_t bit) {
@@ -192,6 +208,12 @@ NB_MODULE(_native, m) {
       .def(
           "abandon", [](Pool& p, std::uint32_t s) { p.evictor.abandon(s); }, "slot"_a)
       .def(
+          "unload", [](Pool& p, std::uint32_t s) { return p.evictor.unload(s); }, "slot"_a)
+      .def(
+          "retire", [](Pool& p, std::uint32_t s) { return p.evictor.retire(s); }, "slot"_a)
+      .def(
+          "restore", [](Pool& p, std::uint32_t s) { p.evictor.restore(s); }, "slot"_a)
+      .def(
           "grant", [](Pool& p, std::uint32_t s, std::uint64_t bits) { return p.evictor.grant(s, bits); }, "slot"_a,
           "bits"_a)
       .def(
@@ -214,6 +236,16 @@ NB_MODULE(_native, m) {
       .def_prop_ro("layout", [](Client& c) { return std::string(c.segment.control.header().layout); })
       .def_prop_ro("epoch", [](Client& c) { return c.segment.control.header().epoch.load(); })
       .def_prop_ro("n_held", [](Client& c) { return c.holder.n_held(); })
+      .def_prop_ro("wants_hints", [](Client& c) { return c.segment.control.header().wants_hints.load() != 0; })
+      .def(
+          "absent",
+          [](Client& c, std::uint32_t layer, const std::vector<std::uint32_t>& experts) {
+            std::vector<std::uint32_t> out;
+            for (auto e : experts)
+              if (c.segment.control.table(layer, e).load() < 0) out.push_back(e);
+            return out;
+          },
+          "layer"_a, "experts"_a)
       .def_prop_ro("ring_position", [](Client& c) { return c.segment.control.ring(c.bit).written.load(); })
       .def(
           "hold",
@@ -239,12 +271,12 @@ NB_MODULE(_native, m) {
       .def("reconcile", [](Client& c) { c.holder.reconcile(); })
       .def(
           "push_event",
-          [](Client& c, std::uint32_t step, std::uint32_t layer, const std::vector<std::uint32_t>& experts,
-             const std::vector<std::int32_t>& slots) {
+          [](Client& c, std::uint32_t step, std::uint16_t stream, std::uint16_t rows, std::uint32_t token,
+             std::uint32_t layer, const std::vector<std::uint32_t>& experts, const std::vector<std::int32_t>& slots) {
             if (experts.size() != slots.size()) throw std::invalid_argument("experts and slots differ in length");
-            return ring_push(c.segment.control.ring(c.bit), step, layer, experts, slots);
+            return ring_push(c.segment.control.ring(c.bit), {step, stream, rows, token}, layer, experts, slots);
           },
-          "step"_a, "layer"_a, "experts"_a, "slots"_a);
+          "step"_a, "stream"_a, "rows"_a, "token"_a, "layer"_a, "experts"_a, "slots"_a);
 
   nb::class_<Reader>(m, "Reader")
       .def_static("with_threads", &Reader::with_threads, "depth"_a, "block_bytes"_a, "record_bytes"_a)
@@ -271,4 +303,19 @@ NB_MODULE(_native, m) {
       .def("keep_open", &Reader::keep_open, "fd"_a)
       .def_prop_ro("event_fd", [](Reader& r) { return r.event_fd(); })
       .def_prop_ro("name", [](Reader& r) { return r.name(); });
+
+  m.def(
+      "belady",
+      [](Array<std::uint32_t> keys, Array<std::uint64_t> offsets, std::size_t n_slots, Array<std::uint32_t> resident,
+         bool has_bypass) {
+        std::vector<std::uint32_t> misses;
+        {
+          nb::gil_scoped_release release;
+          misses = belady({keys.data(), keys.size()}, {offsets.data(), offsets.size()}, n_slots,
+                          {resident.data(), resident.size()}, has_bypass);
+        }
+        return nb::cast(nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>>(misses.data(), {misses.size()}),
+                        nb::rv_policy::copy);
+      },
+      "keys"_a, "offsets"_a, "n_slots"_a, "resident"_a, "has_bypass"_a);
 }

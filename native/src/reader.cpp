@@ -240,6 +240,9 @@ class UringReader final : public Reader {
   }
 
   bool register_memory(const std::vector<Span>& spans) override {
+    if (!fixed_.empty()) ::syscall(__NR_io_uring_register, ring_fd_, IORING_UNREGISTER_BUFFERS, nullptr, 0);
+    fixed_.clear();
+    if (spans.empty()) return true;
     constexpr std::size_t kMaxBuffer = std::size_t{1} << 30;  // the kernel's limit for one fixed buffer
     std::vector<iovec> buffers;
     for (const Span& s : spans) {

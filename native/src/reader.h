@@ -45,7 +45,9 @@ class Reader {
   virtual std::vector<Completion> reap() = 0;
   virtual int event_fd() const = 0;
   virtual std::string name() const = 0;
-  // Tell the kernel of memory that reads will go to (io_uring fixed buffers). False if it refuses; reads work all the same.
+  // Tell the kernel of memory that reads will go to (io_uring fixed buffers), in the place of what it was told before.
+  // Such memory is pinned: before any of it is given back, call this with nothing. False if the kernel refuses; reads
+  // work all the same.
   virtual bool register_memory(const std::vector<Span>&) { return false; }
   // Keep the file of `fd` open for as long as a read may still write to memory, also after this process was killed. With
   // the fd of a lock: who gets the lock knows that no read of its last holder is under way. Throws std::system_error.

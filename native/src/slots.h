@@ -35,14 +35,8 @@ class Evictor {
   bool begin_load(std::uint32_t s, std::uint32_t layer, std::uint32_t expert) const {
     Slot& slot = control_.slot(s);
     control_.table(layer, expert);  // range check before anything changes
-    if (slot.state.load() == kReady) {
-      slot.state.store(kEvicting);  // E1: a plain store will do, nobody else writes state
-      if (slot.mask.load() != 0) {  // E2
-        slot.state.store(kReady);
-        return false;
-      }
-      forget(slot);  // E3
-    }
+    if (slot.state.load() == kRetired) throw std::logic_error("load into a retired slot: it has no memory");
+    if (slot.state.load() == kReady && !vacate(slot, kEmpty)) return false;
     slot.gen.fetch_add(1);
     slot.owner.store(owner_of(layer, expert));  // E4
     slot.state.store(kLoading);                 // E5
@@ -63,6 +57,25 @@ class Evictor {
   void abandon(std::uint32_t s) const {
     Slot& slot = control_.slot(s);
     slot.owner.store(kNoOwner);
+    slot.state.store(kEmpty);
+  }
+
+  // E1-E3, then EMPTY: the slot's expert leaves. False, and nothing changed, if a client holds it or it is not READY.
+  bool unload(std::uint32_t s) const {
+    return control_.slot(s).state.load() == kReady && vacate(control_.slot(s), kEmpty);
+  }
+
+  // E1-E3, then RETIRED: the slot is out of use, and its memory may go. False, and nothing changed, if a client holds
+  // it or a read goes to it.
+  bool retire(std::uint32_t s) const {
+    Slot& slot = control_.slot(s);
+    return slot.state.load() != kLoading && vacate(slot, kRetired);
+  }
+
+  // Put a retired slot, whose memory is back, to use again: it is EMPTY.
+  void restore(std::uint32_t s) const {
+    Slot& slot = control_.slot(s);
+    if (slot.state.load() != kRetired) throw std::logic_error("restore of a slot that is not retired");
     slot.state.store(kEmpty);
   }
 
@@ -91,6 +104,7 @@ class Evictor {
   bool recover(std::uint32_t s) const {
     Slot& slot = control_.slot(s);
     const std::uint32_t state = slot.state.load(), owner = slot.owner.load();
+    if (state == kRetired) return false;
     if (state == kEmpty || owner == kNoOwner) {
       abandon(s);
       return false;
@@ -107,9 +121,20 @@ class Evictor {
   }
 
  private:
-  void forget(Slot& slot) const {
-    const std::uint32_t old = slot.owner.load();
-    if (old != kNoOwner) control_.table(old >> 16, old & 0xFFFF).store(-1);
+  // E1-E3, then `after`.
+  bool vacate(Slot& slot, std::uint32_t after) const {
+    if (slot.state.load() == kReady) {
+      slot.state.store(kEvicting);  // E1: a plain store will do, nobody else writes state
+      if (slot.mask.load() != 0) {  // E2
+        slot.state.store(kReady);
+        return false;
+      }
+      const std::uint32_t old = slot.owner.load();
+      if (old != kNoOwner) control_.table(old >> 16, old & 0xFFFF).store(-1);  // E3
+    }
+    slot.owner.store(kNoOwner);
+    slot.state.store(after);
+    return true;
   }
 
   Control control_;

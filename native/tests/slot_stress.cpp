@@ -166,12 +166,13 @@ void ring(std::uint32_t n_events) {
     for (std::uint32_t step = 0; step < n_events; ++step) {
       experts.assign(step % 9, step & 0xFFFF);
       slots.assign(step % 9, step % 2 == 0 ? 7 : -1);
-      while (!ring_push(*ring, step, step % 100, experts, slots)) std::this_thread::yield();
+      while (!ring_push(*ring, {step, 7, 1, ~step}, step % 100, experts, slots)) std::this_thread::yield();
     }
   });
   for (std::uint32_t step = 0; step < n_events;) {
     for (const Event& e : ring_drain(*ring, ~std::uint64_t{0})) {
-      const bool is_right = e.step == step && e.layer == step % 100 && e.experts.size() == step % 9;
+      const bool is_right = e.step == step && e.stream == 7 && e.rows == 1 && e.token == ~step &&
+                            e.layer == step % 100 && e.experts.size() == step % 9;
       if (!is_right) die("event " + std::to_string(step) + " is lost or out of order");
       for (std::size_t i = 0; i < e.experts.size(); ++i)
         if (e.experts[i] != (step & 0xFFFF) || e.is_hit[i] != (step % 2 == 0)) die("wrong expert in an event");

@@ -11,16 +11,21 @@ import numpy.typing as npt
 MAX_CLIENTS: int
 RING_WORDS: int
 PAGE_BYTES: int
+CAN_DISCARD: bool
 EMPTY: int
 LOADING: int
 READY: int
 EVICTING: int
+RETIRED: int
 
 class Mapping:
     """A shared-memory object, mapped; space is reserved at creation, so that a full /dev/shm fails there."""
 
     @staticmethod
     def create(name: str, n_bytes: int) -> Mapping: ...
+    @staticmethod
+    def create_sparse(name: str, n_bytes: int) -> Mapping:
+        """Create without memory behind it. What is not reserved must not be touched, not even read."""
     @staticmethod
     def attach(name: str) -> Mapping: ...
     @staticmethod
@@ -29,6 +34,19 @@ class Mapping:
     def address(self) -> int: ...
     @property
     def n_bytes(self) -> int: ...
+    @property
+    def backed_bytes(self) -> int:
+        """Bytes that have memory behind them."""
+    def reserve(self, offset: int, n_bytes: int) -> None:
+        """Put memory behind every page that the range touches; OSError, and nothing reserved, if /dev/shm is full.
+
+        Not so at a control group's limit: there the kernel kills. Look at sparkle.machine first.
+        """
+    def discard(self, offset: int, n_bytes: int) -> int:
+        """Give back the pages that lie whole in the range, in all processes; returns the bytes given back.
+
+        Nothing may read into them or have them pinned (`Reader.register_memory`). OSError ENOTSUP unless CAN_DISCARD.
+        """
     def array(self) -> npt.NDArray[np.uint8]:
         """The memory as bytes; the array keeps the mapping alive."""
 
@@ -50,6 +68,7 @@ class Pool:
     @property
     def n_slots(self) -> int: ...
     epoch: int
+    wants_hints: bool  # tells clients whether HintExperts are of use now
     def client_name(self, bit: int) -> str: ...
     def set_client(self, bit: int, name: str) -> None: ...
     def reset_ring(self, bit: int) -> None: ...
@@ -62,11 +81,20 @@ class Pool:
     def begin_load(self, slot: int, layer: int, expert: int) -> bool: ...
     def publish(self, slot: int, grants: int) -> None: ...
     def abandon(self, slot: int) -> None: ...
+    def unload(self, slot: int) -> bool:
+        """Make a READY slot EMPTY; False if a client holds it."""
+
+    def retire(self, slot: int) -> bool:
+        """Take a slot out of use: its memory may go. False if a client holds it or a read is under way."""
+
+    def restore(self, slot: int) -> None:
+        """Make a retired slot, whose memory is back, EMPTY."""
+
     def grant(self, slot: int, bits: int) -> bool: ...
     def clear_client(self, bit: int) -> int: ...
     def recover(self, slot: int) -> bool: ...
-    def drain(self, bit: int, limit: int) -> list[tuple[int, int, list[tuple[int, bool]]]]:
-        """Events up to word `limit`: (step, layer, [(expert, was resident)])."""
+    def drain(self, bit: int, limit: int) -> list[tuple[int, int, int, int, int, int, list[int], list[bool]]]:
+        """Events up to word `limit`, as the fields of sparkle.trace.Event."""
 
 class PoolClient:
     """The control segment as one client sees it; steps R1-R4. Used by one thread."""
@@ -89,8 +117,22 @@ class PoolClient:
         """Undo holds; -1 is passed over."""
     def drop_grants(self, slots: Sequence[int]) -> None: ...
     def reconcile(self) -> None: ...
-    def push_event(self, step: int, layer: int, experts: Sequence[int], slots: Sequence[int]) -> bool:
-        """Tell the policy what was used; False if the ring is full."""
+    @property
+    def wants_hints(self) -> bool: ...
+    def absent(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Those of `experts` that no slot holds now; nothing is held."""
+
+    def push_event(
+        self,
+        step: int,
+        stream: int,
+        rows: int,
+        token: int,
+        layer: int,
+        experts: Sequence[int],
+        slots: Sequence[int],
+    ) -> bool:
+        """Tell the policy what a step of `rows` rows, the last of them `token`, uses; False if the ring is full."""
 
 class Reader:
     """Record reads, many at a time; see native/src/reader.h."""
@@ -109,3 +151,15 @@ class Reader:
     def event_fd(self) -> int: ...
     @property
     def name(self) -> str: ...
+
+def belady(
+    keys: npt.NDArray[np.uint32],
+    offsets: npt.NDArray[np.uint64],
+    n_slots: int,
+    resident: npt.NDArray[np.uint32],
+    has_bypass: bool,
+) -> npt.NDArray[np.uint32]:
+    """Misses of each request under the optimal policy; see native/src/belady.h. Releases the GIL.
+
+    Request i is keys[offsets[i]:offsets[i + 1]], small numbers. ValueError if it has more keys than there are slots.
+    """

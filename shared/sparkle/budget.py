@@ -50,7 +50,7 @@ def derive(settings: Settings, store: Store) -> Budget:
     fixed = PROCESS_BYTES + WORKSPACE_BYTES + resident + kv_bytes
     experts = sum(_class_bytes(store, i) for i in range(len(store.classes)))
     if settings.pool:
-        pool = _override(settings.pool, experts)
+        pool = pool_bytes(settings.pool, store)
         reasons.append(f"pool={gb(pool)} ({settings.origins['pool']})")
     else:
         pool = min(memory - fixed, experts)
@@ -62,7 +62,7 @@ def derive(settings: Settings, store: Store) -> Budget:
         raise ConfigError(
             f"{gb(max(memory, fixed + pool))} asked for, but {why} gives {gb(limit)}; lower SPARKLE_MEMORY"
         )
-    slots = _slots(store, pool, experts, reasons[-1])
+    slots = slots_for(store, pool, reasons[-1])
     rows = _prefill_rows(store, slots)
     reasons.append(
         f"slots={'+'.join(map(str, slots))} of {'+'.join(str(_class_experts(store, i)) for i in range(len(slots)))}"
@@ -111,8 +111,16 @@ def _class_bytes(store: Store, class_index: int) -> int:
     return _class_experts(store, class_index) * store.classes[class_index].record_bytes
 
 
-def _override(text: str, experts: int) -> int:
+def pool_bytes(text: str, store: Store) -> int:
+    """Bytes of a pool that is asked for as a size or a share, at most all experts. `text` is as config takes it."""
+    experts = sum(_class_bytes(store, i) for i in range(len(store.classes)))
     return min(experts, int(experts * float(text[:-1]) / 100)) if text.endswith("%") else min(experts, parse_size(text))
+
+
+def floor_slots(store: Store, rows: int) -> tuple[int, ...]:
+    """The guard: slots of each class below which a step of `rows` rows cannot be served while it runs."""
+    classes = range(len(store.classes))
+    return tuple(min(_least_slots(store, i, rows), _class_experts(store, i)) for i in classes)
 
 
 def _least_slots(store: Store, class_index: int, rows: int) -> int:
@@ -121,10 +129,13 @@ def _least_slots(store: Store, class_index: int, rows: int) -> int:
     return max((min(x.n_experts, rows * x.top_k) for x in layers), default=0) + (BACKGROUND_READS if layers else 0)
 
 
-def _slots(store: Store, pool: int, experts: int, reason: str) -> tuple[int, ...]:
-    """Give each class what one row needs, and share the rest by what each class still lacks."""
+def slots_for(store: Store, pool: int, reason: str) -> tuple[int, ...]:
+    """Give each class what one row needs, and share the rest by what each class still lacks.
+
+    Raises ConfigError, which begins with `reason`, if a pool of so many bytes can't hold one row's step.
+    """
     every = [_class_experts(store, i) for i in range(len(store.classes))]
-    least = [min(_least_slots(store, i, rows=1), n) for i, n in enumerate(every)]
+    least = floor_slots(store, rows=1)
     sizes = [layout.record_bytes for layout in store.classes]
     needed = sum(n * size for n, size in zip(least, sizes, strict=True))
     if pool < needed:
@@ -133,6 +144,7 @@ def _slots(store: Store, pool: int, experts: int, reason: str) -> tuple[int, ...
             f"{reason} cannot hold one step, which needs {gb(needed, math.ceil)} ({parts}: top_k experts of a layer "
             f"and {BACKGROUND_READS} reads under way); raise SPARKLE_MEMORY (or SPARKLE_POOL)"
         )
+    experts = sum(n * size for n, size in zip(every, sizes, strict=True))
     rest, lacking = pool - needed, experts - needed
     return tuple(n + (rest * (total - n) // lacking if lacking else 0) for n, total in zip(least, every, strict=True))
 

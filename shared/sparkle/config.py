@@ -30,6 +30,10 @@ REQUEST_SILENCE_S = 60.0  # a client gives a request up after this long without 
 SHUTDOWN_S = 3.5  # SIGTERM to exit; honcho kills at 5
 LIVENESS_S = 3.0  # a silent peer is shown as unresponsive after this
 PROGRESS_S = 0.5  # interval of Progress messages
+RESIZE_DEADLINE_S = 20.0  # a resize of the pool is answered by then, done or not
+PROFILE_S = 20.0  # interval at which recorded usage is saved
+
+PREFETCH = ("auto", "off", "router", "transition", "token", "previous")  # sparkled.prefetch.predictors
 
 
 def parse_size(text: str) -> int:
@@ -43,7 +47,8 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def _pool(text: str) -> str:
+def pool_text(text: str) -> str:
+    """Check a pool's size: bytes, or a share of all experts such as 25%. Raises ValueError."""
     if text and not re.fullmatch(r"\d+(\.\d+)?%", text):
         parse_size(text)
     elif text and not 0 < float(text[:-1]) <= 100:
@@ -90,6 +95,11 @@ def _default_run_dir() -> str:
     return f"{base}/sparkle" if base and Path(base).is_dir() else f"/tmp/sparkle-{os.getuid()}"
 
 
+def _default_state_dir() -> str:
+    base = os.environ.get("XDG_STATE_HOME")
+    return f"{base}/sparkle" if base else "~/.local/state/sparkle"
+
+
 def _setting(default: str | Callable[[], str], parse: Callable[[str], Any], doc: str) -> Any:
     return field(metadata={"default": default, "parse": parse, "doc": doc})
 
@@ -101,7 +111,13 @@ class Settings:
     run_dir: Path = _setting(_default_run_dir, _path, "folder of sockets and locks, one per running instance")
     model: Path = _setting("models/sparkle-46m.store", _path, "expert store to serve (see sparkle-ctl models)")
     memory: int = _setting("0", parse_size, "the one dial: memory for weights, pool and KV; 0 = from RAM or limit")
-    pool: str = _setting("", _pool, "override of the expert pool: a size, or a share of all experts such as 25%")
+    pool: str = _setting("", pool_text, "override of the expert pool: a size, or a share of all experts such as 25%")
+    policy: str = _setting("auto", str.strip, "which expert leaves the pool first, see sparkle.policy; auto = the best")
+    pin_fraction: float = _setting("0", _fraction, "share of the pool pinned to the experts used most so far")
+    prefetch: str = _setting("auto", _choice(*PREFETCH), "who predicts experts: auto = whoever saves time, or nobody")
+    profile: str = _setting("on", _choice("on", "off"), "record usage, and fill the pool from it at start")
+    governor: str = _setting("on", _choice("on", "off"), "shrink the pool when memory gets short, grow it back later")
+    state_dir: Path = _setting(_default_state_dir, _path, "folder of what outlives a run: usage profiles")
     device: str = _setting("auto", _choice("auto", "cpu", "gpu"), "MLX device; auto takes the GPU if mlx has one")
     io: str = _setting("auto", _choice("auto", "uring", "threads"), "how records are read; auto = io_uring if allowed")
     direct_io: str = _setting("auto", _choice("auto", "on", "off"), "bypass the page cache; auto = if the disk can")

@@ -152,6 +152,82 @@ class CancelFetch(Message):
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class HintExperts(Message):
+    """Advice, never answered: the client expects to need `experts` of `layer` soon, the likeliest first.
+
+    `predictor` names who says so; what comes of it is counted under that name.
+    """
+
+    incarnation: str
+    layer: int
+    experts: list[int]
+    predictor: str
+
+
+@dataclass(frozen=True, slots=True)
+class PinExperts(Message):
+    """Keep `experts` of `layer` in the pool whatever happens, or (`is_pinned` false) no longer; answered by PinState."""
+
+    request_id: str
+    layer: int
+    experts: list[int]
+    is_pinned: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PinState(Message):
+    """Experts pinned now, and how many may be: the rest must hold a step's experts and the reads under way."""
+
+    request_id: str
+    n_pinned: int
+    n_pinnable: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResizePool(Message):
+    """Make the pool `size` large: bytes as settings take them, or a share such as 50%; answered by PoolState."""
+
+    request_id: str
+    size: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState(Message):
+    """What the pool is now, in bytes and slots of all layout classes; `detail` says what was clamped, if anything."""
+
+    request_id: str
+    pool_bytes: int
+    n_slots: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StartTrace(Message):
+    """Record routing to a new file at `path`, absolute; answered by TraceState."""
+
+    request_id: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopTrace(Message):
+    """End the recording; answered by TraceState."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TraceState(Message):
+    """The recording under way, or the one just ended."""
+
+    request_id: str
+    path: str
+    is_recording: bool
+    n_events: int
+    n_bytes: int
+
+
 # --- compute daemon ---------------------------------------------------------------------------------------------
 
 

@@ -1,50 +1,36 @@
 """Which expert leaves the pool when another must come in: pure bookkeeping over (layer, expert) keys.
 
-Owns an order, nothing else: no clock, no I/O, no slots. The prefetch daemon and an offline replay drive the same
-objects with the same calls, so that what is scored is what runs.
+Owns the list of policies, nothing else. A policy has no clock, no I/O, no slots: the prefetch daemon and an offline
+replay (sparkle.replay) drive the same objects with the same calls, so that what is scored is what runs.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
-Key = tuple[int, int]  # (store layer, expert)
+from sparkle.errors import ConfigError
+from sparkle.policy_classic import LFU, LFUDA, LRU, Pinned
+from sparkle.policy_contract import Key, LayerShape, Policy
 
+__all__ = ["DEFAULT_POLICY", "POLICIES", "Key", "LayerShape", "Policy", "make_policy", "policy_name"]
 
-class Policy(Protocol):
-    """Decides for one layout class; every key it knows is in the pool."""
-
-    def on_load(self, key: Key, is_demand: bool) -> None:
-        """`key` entered the pool, because a client asked or in the background."""
-
-    def on_use(self, key: Key) -> None:
-        """A step used `key`. A key that is not in the pool (it left meanwhile) is passed over."""
-
-    def on_evict(self, key: Key) -> None:
-        """`key` left the pool."""
-
-    def victims(self) -> Iterator[Key]:
-        """Keys from the one to evict first; the caller passes over those that it may not take."""
+POLICIES: Mapping[str, Callable[[Sequence[LayerShape]], Policy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "lfuda": LFUDA,
+    "pinned": Pinned,
+}
+DEFAULT_POLICY = "lru"
 
 
-class LRU:
-    """Least recently used goes first; what came in the background and was never used goes before anything used."""
+def policy_name(setting: str) -> str:
+    """The policy that a setting means."""
+    return DEFAULT_POLICY if setting == "auto" else setting
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[Key, None] = OrderedDict()
 
-    def on_load(self, key: Key, is_demand: bool) -> None:
-        self._order[key] = None
-        self._order.move_to_end(key, last=is_demand)
-
-    def on_use(self, key: Key) -> None:
-        if key in self._order:
-            self._order.move_to_end(key)
-
-    def on_evict(self, key: Key) -> None:
-        del self._order[key]
-
-    def victims(self) -> Iterator[Key]:
-        return iter(self._order)
+def make_policy(name: str, layers: Sequence[LayerShape]) -> Policy:
+    """Return a new policy for the layers of one layout class. Raises ConfigError for an unknown name."""
+    name = policy_name(name)
+    if name not in POLICIES:
+        raise ConfigError(f"policy = {name!r}: expected auto or one of {', '.join(POLICIES)}")
+    return POLICIES[name](layers)

@@ -1,7 +1,7 @@
 """A client of the expert pool: finds experts in shared memory, asks the prefetch daemon for those that are not there.
 
 Owns a DEALER to the prefetch daemon, one bit of the slot masks, one event ring, a lock file that proves the client
-alive, and the mapped regions. Sends AttachPool, FetchExperts, CancelFetch, DetachPool. Never writes to a region, and
+alive, and the mapped regions. Sends AttachPool, FetchExperts, CancelFetch, HintExperts, DetachPool. Never writes to a region, and
 never returns a slot that does not hold what was asked for. Everything here is used by one thread.
 """
 
@@ -12,6 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -35,16 +36,29 @@ from sparkle.messages import (
     ExpertsReady,
     FetchExperts,
     Hello,
+    HintExperts,
     Message,
     PoolAttached,
     Welcome,
 )
 from sparkle.rundir import FileLock, RunDir
 from sparkle.store import Store
+from sparkle.trace import Origin
 
 POLL_MS = 20  # how often a wait looks for an abort; replies wake it at once
 RING_POLL_S = 0.005
 FIRST_RESEND_S = 0.05  # daemons start together; the pool of a small model is ready in a tenth of a second
+
+
+@dataclass(slots=True)
+class Fetch:
+    """A FetchExperts under way; times are those of time.monotonic()."""
+
+    layer: int
+    experts: list[int]
+    request_id: str
+    end: float
+    resend_at: float = 0.0
 
 
 class PoolClient:
@@ -128,49 +142,37 @@ class PoolClient:
     # --- experts ---------------------------------------------------------------------------------------------------
 
     def acquire(
-        self,
-        layer: int,
-        experts: Sequence[int],
-        step: int,
-        should_abort: Callable[[], bool] = lambda: False,
+        self, layer: int, experts: Sequence[int], origin: Origin, should_abort: Callable[[], bool] = lambda: False
     ) -> list[int]:
-        """Return a held slot for each of the distinct `experts` of store layer `layer`.
+        """Return a held slot for each of the distinct `experts` of store layer `layer`, waiting for those not there.
 
         The caller releases the slots when every evaluation that reads them has completed. Raises UnplacedExpert or
         StorageError if an expert cannot be placed before FETCH_DEADLINE_S, Cancelled if `should_abort` says so; nothing
         is held then.
         """
-        slots = self._look_up(layer, experts, step, should_abort)
+        slots = self.look_up(layer, experts, origin, should_abort)
         if min(slots) >= 0:
             return slots
         # INVARIANT: a client that waits holds nothing of its set, so two clients cannot block each other. The set is
         # granted as a whole.
-        self.native.release(slots)
-        began = time.monotonic()
-        try:
-            return self._fetch(layer, experts, began + config.FETCH_DEADLINE_S, should_abort)
-        except SparkleError as e:
-            if not isinstance(e, Cancelled):
-                self.unplaced_experts += 1
-            raise
-        finally:
-            self.stall_s += time.monotonic() - began
+        self.release(slots)
+        return self.wait(self.fetch(layer, experts), should_abort)
 
-    def release(self, slots: Sequence[int]) -> None:
-        self.native.release(slots)
-
-    def _look_up(self, layer: int, experts: Sequence[int], step: int, should_abort: Callable[[], bool]) -> list[int]:
+    def look_up(
+        self, layer: int, experts: Sequence[int], origin: Origin, should_abort: Callable[[], bool] = lambda: False
+    ) -> list[int]:
         """Hold what is there (-1 where nothing is), and write the event that policy learns from.
 
         Waits while the ring is full: nothing may be dropped. A ring that nobody empties may belong to a pool that its
         daemon took along when it ended, so the client attaches anew meanwhile, and looks again in what it gets.
         """
         full_since, resend_at = 0.0, 0.0
+        step, stream, rows = origin.step % 2**32, origin.stream % 2**16, min(origin.rows, 2**16 - 1)
         while True:
             slots = self.native.hold(layer, experts)
-            if self.native.push_event(step % 2**32, layer, experts, slots):
+            if self.native.push_event(step, stream, rows, origin.token, layer, experts, slots):
                 return slots
-            self.native.release(slots)
+            self.release(slots)
             now = time.monotonic()
             full_since = full_since or now
             if should_abort():
@@ -185,67 +187,95 @@ class PoolClient:
             if isinstance(message, PoolAttached):
                 self._map(message)
 
-    def _fetch(self, layer: int, experts: Sequence[int], end: float, should_abort: Callable[[], bool]) -> list[int]:
-        request_id = f"{self.incarnation}/{next(self._ids)}"
-        resend_at = 0.0
+    def fetch(self, layer: int, experts: Sequence[int]) -> Fetch:
+        """Ask for experts, and go on; `wait` or `abandon` must follow."""
         if self._abandoned:  # a daemon that died before it answered may have granted
             self.native.reconcile()
+        fetch = Fetch(layer, list(experts), self._next_id(), time.monotonic() + config.FETCH_DEADLINE_S)
+        self._request(fetch)
+        return fetch
+
+    def wait(self, fetch: Fetch, should_abort: Callable[[], bool] = lambda: False) -> list[int]:
+        """Return the held slots of a fetch. The caller must hold nothing meanwhile; raises like `acquire`."""
+        began = time.monotonic()
+        try:
+            return self._wait(fetch, should_abort)
+        except SparkleError as e:
+            if not isinstance(e, Cancelled):
+                self.unplaced_experts += 1
+            raise
+        finally:
+            self.stall_s += time.monotonic() - began
+
+    def _wait(self, fetch: Fetch, should_abort: Callable[[], bool]) -> list[int]:
         while True:
             now = time.monotonic()
-            if should_abort() or now >= end:
-                self._abandon(request_id)
+            if should_abort() or now >= fetch.end:
+                self.abandon(fetch)
                 if should_abort():
                     raise Cancelled("cancelled while waiting for experts")
                 raise UnplacedExpert(
-                    f"{len(experts)} experts of layer {layer} were not placed within {config.FETCH_DEADLINE_S:.0f} s: "
-                    "the disk is too slow, the pool too small, or the prefetch daemon is down (sparkle-ctl status)"
+                    f"{len(fetch.experts)} experts of layer {fetch.layer} were not placed within "
+                    f"{config.FETCH_DEADLINE_S:.0f} s: the disk is too slow, the pool too small, or the prefetch daemon "
+                    "is down (sparkle-ctl status)"
                 )
-            if now >= resend_at:
-                self._request(request_id, layer, experts, end - now, is_first=resend_at == 0.0)
-                resend_at = now + config.RESEND_S
-            message = self._receive(min(end, resend_at), should_abort)
-            slots = self._take(message, request_id, layer, experts)
+            if now >= fetch.resend_at:  # silence: the daemon may have been restarted, and a new one does not know us
+                self._greet()
+                self._request(fetch)
+            message = self._receive(min(fetch.end, fetch.resend_at), should_abort)
+            slots = self._take(message, fetch)
             if slots is not None:
                 return slots
-            if isinstance(message, ExpertsReady) and message.request_id == request_id:
-                request_id, resend_at = f"{self.incarnation}/{next(self._ids)}", 0.0  # evicted meanwhile: ask anew
+            if isinstance(message, ExpertsReady) and message.request_id == fetch.request_id:
+                fetch.request_id = self._next_id()  # evicted meanwhile: ask anew
+                self._request(fetch)
+
+    def release(self, slots: Sequence[int]) -> None:
+        self.native.release(slots)
+
+    def hint(self, layer: int, experts: Sequence[int], predictor: str) -> None:
+        """Tell the daemon what will be needed soon, the likeliest first. Nothing is waited for, and nothing promised."""
+        self._send(HintExperts(self.incarnation, layer, list(experts), predictor))
+
+    def _next_id(self) -> str:
+        return f"{self.incarnation}/{next(self._ids)}"
 
     def _greet(self) -> None:
         """Say who we are and ask to be attached; to a daemon that knows us already, this changes nothing."""
         self._send(Hello(self._role, os.getpid(), model=self._store.fingerprint))
         self._send(AttachPool(self.incarnation, os.getpid(), self._layers))
 
-    def _request(self, request_id: str, layer: int, experts: Sequence[int], left_s: float, is_first: bool) -> None:
-        if not is_first:  # silence: the daemon may have been restarted, and a new one does not know us yet
-            self._greet()
+    def _request(self, fetch: Fetch) -> None:
+        now = time.monotonic()
+        fetch.resend_at = now + config.RESEND_S
         self._send(
             FetchExperts(
-                request_id=request_id,
+                request_id=fetch.request_id,
                 incarnation=self.incarnation,
                 bit=self._bit,
-                layer=layer,
-                experts=list(experts),
+                layer=fetch.layer,
+                experts=fetch.experts,
                 ring_position=self.native.ring_position,
-                deadline_ms=max(1, int(left_s * 1000)),
+                deadline_ms=max(1, int((fetch.end - now) * 1000)),
             )
         )
 
-    def _take(self, message: Message | None, request_id: str, layer: int, experts: Sequence[int]) -> list[int] | None:
-        """Handle a message that arrived while `request_id` was waited for; the held slots if it completes the set."""
+    def _take(self, message: Message | None, fetch: Fetch) -> list[int] | None:
+        """Handle a message that arrived while `fetch` was waited for; the held slots if it completes the set."""
         if isinstance(message, PoolAttached):
             with contextlib.suppress(PoolError):  # gone again already: the request is repeated, and answered by another
                 self._map(message)
         elif isinstance(message, ExpertsReady):
-            if message.request_id != request_id:  # the answer to a repeat that we no longer needed
+            if message.request_id != fetch.request_id:  # the answer to a repeat that we no longer needed
                 self.native.reconcile()
                 return None
             # The grants keep the slots; taking them is an ordinary hold, so a wrong slot can't slip through.
-            slots = self.native.hold(layer, experts)
+            slots = self.native.hold(fetch.layer, fetch.experts)
             if min(slots) >= 0:
                 return slots
-            self.native.release(slots)
+            self.release(slots)
             self.native.reconcile()
-        elif isinstance(message, Error) and message.request_id == request_id:
+        elif isinstance(message, Error) and message.request_id == fetch.request_id:
             self.native.reconcile()
             error = from_code(message.code, message.message)
             if isinstance(error, StorageError):
@@ -254,12 +284,12 @@ class PoolClient:
                 raise UnplacedExpert(str(error))
         return None
 
-    def _abandon(self, request_id: str) -> None:
+    def abandon(self, fetch: Fetch) -> None:
         """Take a request back, and give back what it was granted; an answer that comes late is seen by `_receive`."""
-        self._abandoned.add(request_id)
-        self._send(CancelFetch(request_id))
+        self._abandoned.add(fetch.request_id)
+        self._send(CancelFetch(fetch.request_id))
         end = time.monotonic() + config.CANCEL_DEADLINE_S
-        while request_id in self._abandoned and self._receive(end, lambda: False) is not None:
+        while fetch.request_id in self._abandoned and self._receive(end, lambda: False) is not None:
             pass
         self.native.reconcile()
 

@@ -3,8 +3,10 @@
     region object        header page │ gate.weight [n_slots, …] │ pad │ gate.scales [n_slots, …] │ pad │ …
                          16 KiB      └ every array starts on a 16 KiB boundary (Apple's page)
 
-A region belongs to one layout class; slot numbers run through all regions. Owns names, offsets and mappings. The
-prefetch daemon creates and unlinks regions, everyone else attaches. Never decides what is in a slot: the control
+A region belongs to one layout class; slot numbers run through all regions. Where the system can take back parts of
+shared memory (CAN_DISCARD), a region is as large as all experts of its class and has memory only behind the slots in
+force; elsewhere it has just the slots that there will ever be. Owns names, offsets and mappings. The prefetch daemon
+creates and unlinks regions, everyone else attaches. Never decides what is in a slot: the control
 segment (native/src/control.h, named `<prefix>-c`) says that.
 """
 
@@ -19,7 +21,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sparkle._native import PAGE_BYTES, Mapping
+from sparkle._native import CAN_DISCARD, PAGE_BYTES, Mapping
 from sparkle.budget import gb
 from sparkle.errors import ConfigError, PoolError
 from sparkle.store import LayoutClass
@@ -31,30 +33,41 @@ REGION_MAGIC = b"SPKREGN1"
 
 @dataclass(frozen=True, slots=True)
 class RegionSpec:
-    """One region: slots first_slot … first_slot + n_slots - 1, of layout class `layout`."""
+    """One region: slots first_slot … first_slot + n_slots - 1, of layout class `layout`.
+
+    `n_planned` of them were in force at the beginning: another plan would be another pool.
+    """
 
     name: str
     layout: int
     first_slot: int
     n_slots: int
     n_bytes: int
+    n_planned: int
 
 
 def control_name(prefix: str) -> str:
     return f"{prefix}-c"
 
 
-def plan(prefix: str, classes: Sequence[LayoutClass], slots: Sequence[int]) -> tuple[RegionSpec, ...]:
-    """Divide `slots[i]` slots of each class into regions. Names are new each time: a live name is never reused."""
+def plan(
+    prefix: str, classes: Sequence[LayoutClass], slots: Sequence[int], planned: Sequence[int] | None = None
+) -> tuple[RegionSpec, ...]:
+    """Divide `slots[i]` slots of each class into regions, the first `planned[i]` of them in force (default: all).
+
+    Names are new each time: a live name is never reused.
+    """
     specs: list[RegionSpec] = []
     tag = secrets.token_hex(3)
     first_slot = 0
     for i, (layout, n) in enumerate(zip(classes, slots, strict=True)):
+        left = n if planned is None else planned[i]
         n_regions = min(MAX_REGIONS_PER_CLASS, max(1, -(-n * layout.record_bytes // MAX_REGION_BYTES))) if n else 0
         for r in range(n_regions):
             share = n * (r + 1) // n_regions - n * r // n_regions
-            specs.append(RegionSpec(f"{prefix}-{tag}{i:x}{r}", i, first_slot, share, region_bytes(layout, share)))
-            first_slot += share
+            name, n_planned = f"{prefix}-{tag}{i:x}{r}", min(left, share)
+            specs.append(RegionSpec(name, i, first_slot, share, region_bytes(layout, share), n_planned))
+            first_slot, left = first_slot + share, left - n_planned
     return tuple(specs)
 
 
@@ -92,6 +105,7 @@ class Region:
     def __init__(self, spec: RegionSpec, layout: LayoutClass, mapping: Mapping) -> None:
         self.spec = spec
         self.layout = layout
+        self._mapping = mapping
         self._address = mapping.address
         self._offsets = piece_offsets(layout, spec.n_slots)
         memory = mapping.array()
@@ -102,18 +116,45 @@ class Region:
 
     @classmethod
     def create(cls, spec: RegionSpec, layout: LayoutClass) -> Region:
-        """Allocate a region. Raises ConfigError if shared memory is full."""
+        """Make a region without memory behind its slots; see `reserve`."""
         try:
-            mapping = Mapping.create(spec.name, spec.n_bytes)
+            mapping = Mapping.create_sparse(spec.name, spec.n_bytes)
+            mapping.reserve(0, PAGE_BYTES)
         except OSError as e:
-            if e.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise ConfigError(
-                    f"shared memory is full: no room for a region of {gb(spec.n_bytes)}; make /dev/shm larger "
-                    "(mount -o remount,size=…; containers: --shm-size), or lower SPARKLE_MEMORY or SPARKLE_POOL"
-                ) from e
-            raise ConfigError(f"cannot create shared memory {spec.name}: {e}") from e
+            Mapping.unlink(spec.name)
+            raise ConfigError(f"cannot create shared memory {spec.name}: {e}; make /dev/shm larger") from e
         mapping.array()[: len(REGION_MAGIC)] = np.frombuffer(REGION_MAGIC, np.uint8)
         return cls(spec, layout, mapping)
+
+    def reserve(self, first: int, end: int) -> None:
+        """Put memory behind slots first … end - 1 of this region, counted from its own start.
+
+        Raises ConfigError, with nothing kept, if shared memory is full.
+        """
+        try:
+            for at, n_bytes in self._ranges(first, end):
+                self._mapping.reserve(at, n_bytes)
+        except OSError as e:
+            if CAN_DISCARD:
+                self.discard(first, end)
+            if e.errno in (errno.ENOSPC, errno.ENOMEM):
+                n_bytes = (end - first) * self.layout.record_bytes
+                raise ConfigError(
+                    f"shared memory is full: no room for {gb(n_bytes)} of experts; make /dev/shm larger "
+                    "(mount -o remount,size=…; containers: --shm-size), or lower SPARKLE_MEMORY or SPARKLE_POOL"
+                ) from e
+            raise ConfigError(f"cannot allocate shared memory {self.spec.name}: {e}") from e
+
+    def discard(self, first: int, end: int) -> int:
+        """Give the memory of slots first … end - 1 back to the system; nobody may read them. Returns the bytes."""
+        return sum(self._mapping.discard(at, n_bytes) for at, n_bytes in self._ranges(first, end))
+
+    def _ranges(self, first: int, end: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the slots' part of each piece's array."""
+        return [
+            (at + first * p.nbytes, (end - first) * p.nbytes)
+            for at, p in zip(self._offsets, self.layout.pieces, strict=True)
+        ]
 
     @classmethod
     def attach(cls, spec: RegionSpec, layout: LayoutClass) -> Region:
@@ -138,9 +179,6 @@ class Region:
             for at, p in zip(self._offsets, self.layout.pieces, strict=True)
         ]
 
-    def arrays(self) -> list[tuple[int, int, int]]:
-        """(address, bytes per slot, slots) of each piece's array."""
-        return [
-            (self._address + at, p.nbytes, self.spec.n_slots)
-            for at, p in zip(self._offsets, self.layout.pieces, strict=True)
-        ]
+    def backed(self, n_slots: int) -> list[tuple[int, int]]:
+        """(address, bytes) of the first `n_slots` slots in each piece's array."""
+        return [(self._address + at, n_bytes) for at, n_bytes in self._ranges(0, n_slots)]

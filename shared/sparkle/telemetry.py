@@ -22,10 +22,11 @@ class Metric:
 
 _TABLE = """
 prefetch model_name             text     -       name of the store served
-prefetch pool_bytes             gauge    bytes   shared memory of the pool's regions
+prefetch pool_bytes             gauge    bytes   experts that the slots in force can hold
+prefetch pool_target_bytes      gauge    bytes   the same, as asked for: the governor may keep the pool smaller
 prefetch experts_bytes          gauge    bytes   all expert records of the main model
 prefetch n_regions              gauge    items   regions allocated
-prefetch n_slots                gauge    items   slots in all regions
+prefetch n_slots                gauge    items   slots in force
 prefetch n_experts              gauge    items   experts in the store's layers that clients use
 prefetch slots_used             gauge    items   slots with a readable expert
 prefetch slots_loading          gauge    items   slots being read into
@@ -37,12 +38,15 @@ prefetch hits_resident          counter  items   experts found in the pool by th
 prefetch hits_in_flight         counter  items   experts that arrived between the client's look-up and its request
 prefetch hits_late              counter  items   experts whose background read was still under way when asked for
 prefetch misses                 counter  items   experts read because a client asked
+prefetch regrets                counter  items   of these, evicted not more than 8 tokens ago
+prefetch tokens                 counter  tokens  tokens whose experts were looked up, prompts included
 prefetch fetches                counter  items   FetchExperts served
 prefetch fetches_queued         counter  items   FetchExperts that had to wait for slots in use
 prefetch fetches_failed         counter  items   FetchExperts that ended in an error
 prefetch bytes_read             counter  bytes   bytes read from the store
 prefetch bytes_read_demand      counter  bytes   of these, because a client asked
 prefetch bytes_read_background  counter  bytes   of these, into the side region
+prefetch predicted_bytes{source,outcome} counter bytes read ahead by who wanted it (fill: empty slots): issued, then used, late (asked for while read) or wasted
 prefetch read_busy_s            counter  s       time with at least one read under way
 prefetch read_p50_ms            gauge    ms      median time of the last 512 demand reads
 prefetch read_p99_ms            gauge    ms      99th percentile of the last 512 demand reads
@@ -50,10 +54,27 @@ prefetch reads_retried          counter  items   reads tried again after an I/O 
 prefetch records_quarantined    counter  items   records that could not be read correctly; requests for them fail
 prefetch checksums_verified     counter  items   records whose checksum was verified
 prefetch evictions              counter  items   experts dropped for others
+prefetch judged_tokens          gauge    tokens  decoded tokens of the last minutes that were judged
+prefetch judged_bytes_read      gauge    bytes   experts that those found missing
+prefetch judged_bytes_belady    gauge    bytes   the same for a policy that knows the future; the ratio is R_B
+prefetch judged_token_s         gauge    s       time that those tokens took
+prefetch judged_stall_s         gauge    s       of this, without their experts
+prefetch policy                 text     -       who decides which expert leaves the pool first
+prefetch profile_tokens         counter  tokens  tokens in the usage profile, those of former runs included
+prefetch prefetch_active        text     -       whose forecasts are read now, or off
+prefetch prefetch_reason        text     -       why: what the last trial showed
+prefetch prefetch_trials        counter  items   trials of forecasts against none
+prefetch is_recording           gauge    items   1 while a trace is recorded
+prefetch governor_reason        text     -       why the pool has its size
+prefetch memory_available_bytes gauge    bytes   memory left before the tightest limit binds
+prefetch memory_pressure_frac   gauge    ratio   share of the last 10 s in which some task waited for memory
+prefetch pool_shrinks           counter  items   times that the governor made the pool smaller
+prefetch pool_grows             counter  items   times that the governor made the pool larger
 prefetch unplaced_experts       counter  items   experts that a request needed and that got no correct slot; 0 in health
 prefetch io_engine              text     -       io_uring (registered buffers or not) or threads
 prefetch direct_io              text     -       on: reads bypass the page cache; off with the reason
 prefetch read_depth             gauge    items   reads under way at once
+prefetch disk_bytes_per_s       gauge    bytes/s bandwidth of the disk at this depth, measured at start
 compute  device                 text     -       MLX device and dtype in use
 compute  model_type             text     -       mlx-lm model class
 compute  resident_bytes         gauge    bytes   weights kept in memory
@@ -87,7 +108,7 @@ front    compute_state          text     -       state of the compute daemon as 
 
 def _parse() -> dict[tuple[str, str], Metric]:
     rows = (line.split(None, 4) for line in _TABLE.strip().splitlines())
-    return {(r[0], r[1]): Metric(*r) for r in rows}
+    return {(r[0], r[1].partition("{")[0]): Metric(*r) for r in rows}
 
 
 METRICS: Mapping[tuple[str, str], Metric] = _parse()

@@ -18,6 +18,7 @@ from sparkle.errors import SparkleError
 from sparkle.pool_client import PoolClient
 from sparkle.rundir import RunDir
 from sparkle.store import Store
+from sparkle.trace import Origin
 
 ATTACH_S = 30.0
 
@@ -45,7 +46,7 @@ class PoolUser:
         """Acquire a set and compare every byte with the store."""
         self._step += 1
         self.n_asked += len(experts)
-        slots = self.client.acquire(layer, experts, self._step, should_abort)
+        slots = self.client.acquire(layer, experts, Origin(self._step), should_abort)
         self.held += slots
         for slot, expert in zip(slots, experts, strict=True):
             if self.bytes_in(slot) != self._record(layer, expert):

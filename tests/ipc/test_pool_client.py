@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from itertools import starmap
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from sparkle.pool_client import PoolClient
 from sparkle.regions import Region
 from sparkle.rundir import RunDir
 from sparkle.store import Store
+from sparkle.trace import Event, Origin
 from tests.fakes import FakeDaemon, Say
 
 pytestmark = pytest.mark.ipc
@@ -144,8 +146,9 @@ def test_the_lock_proves_the_client_alive_until_it_leaves(client: PoolClient, sh
 
 def test_hits_cost_no_message(prefetch: FakePrefetch, client: PoolClient) -> None:
     prefetch.load(3, 5, grants=0)
-    assert client.acquire(0, [5, 3], step=2**32 + 7) == [1, 0]
-    assert prefetch.pool.drain(0, 2**63) == [(7, 0, [(5, True), (3, True)])]
+    assert client.acquire(0, [5, 3], Origin(2**32 + 7, stream=3, rows=1, token=9)) == [1, 0]
+    [event] = starmap(Event, prefetch.pool.drain(0, 2**63))
+    assert event == Event(7, event.time_us, 3, 1, 9, 0, [5, 3], [True, True])
     assert FetchExperts not in map(type, prefetch.received)
     client.release([1, 0])
     assert marked(prefetch) == []
@@ -162,10 +165,10 @@ def test_a_client_that_waits_holds_nothing_of_its_set(prefetch: FakePrefetch, cl
         say(ExpertsReady(message.request_id, [0, 1]))
 
     prefetch.on[FetchExperts] = look_and_serve
-    assert client.acquire(0, [3, 4], step=1) == [0, 1]
+    assert client.acquire(0, [3, 4], Origin(1)) == [0, 1]
     assert seen == [[]]
     fetch = prefetch.wait_for(FetchExperts)
-    assert (fetch.layer, fetch.experts, fetch.bit, fetch.ring_position) == (0, [3, 4], 0, 4)
+    assert (fetch.layer, fetch.experts, fetch.bit, fetch.ring_position) == (0, [3, 4], 0, 7)
     client.release([0, 1])
 
 
@@ -175,7 +178,7 @@ def test_a_set_evicted_before_it_is_taken_is_asked_for_anew(prefetch: FakePrefet
         prefetch.on[FetchExperts] = prefetch.serve
 
     prefetch.on[FetchExperts] = too_late
-    assert client.acquire(0, [1, 2], step=1) == [0, 1]
+    assert client.acquire(0, [1, 2], Origin(1)) == [0, 1]
     first, second = prefetch.wait_for(FetchExperts), prefetch.wait_for(FetchExperts, 2)
     assert first.request_id != second.request_id
     client.release([0, 1])
@@ -195,7 +198,7 @@ def test_silence_is_met_with_the_same_request_again(
                 prefetch.serve(message, say)
 
     prefetch.on[FetchExperts] = reluctant
-    assert client.acquire(0, [1], step=1) == [0]
+    assert client.acquire(0, [1], Origin(1)) == [0]
     ids = {m.request_id for m in prefetch.received if isinstance(m, FetchExperts)}
     kinds = [type(m) for m in prefetch.received]
     assert (len(ids), kinds.count(FetchExperts)) == (1, 3)
@@ -215,7 +218,7 @@ def test_an_error_gives_back_what_was_granted(
 
     prefetch.on[FetchExperts] = fail
     with pytest.raises(error, match="it went wrong"):
-        client.acquire(0, [1, 2], step=1)
+        client.acquire(0, [1, 2], Origin(1))
     assert (marked(prefetch), client.unplaced_experts) == ([], 1)
 
 
@@ -224,7 +227,7 @@ def test_a_deadline_is_an_unplaced_expert(
 ) -> None:
     monkeypatch.setattr(config, "FETCH_DEADLINE_S", 0.1)
     with pytest.raises(UnplacedExpert, match="2 experts of layer 0 were not placed"):
-        client.acquire(0, [1, 2], step=1)
+        client.acquire(0, [1, 2], Origin(1))
     assert prefetch.wait_for(CancelFetch).request_id == prefetch.wait_for(FetchExperts).request_id
     assert client.unplaced_experts == 1
     assert client.stall_s >= 0.1
@@ -239,7 +242,7 @@ def test_a_cancel_waits_for_the_grants_that_cross_it(prefetch: FakePrefetch, cli
     prefetch.on[CancelFetch] = cross
     looks = itertools.count()
     with pytest.raises(Cancelled):
-        client.acquire(0, [1, 2], 1, lambda: next(looks) > 2)
+        client.acquire(0, [1, 2], Origin(1), lambda: next(looks) > 2)
     assert marked(prefetch) == []
     assert client.unplaced_experts == 0
 
@@ -255,7 +258,7 @@ def test_grants_of_an_answer_that_comes_very_late_are_given_back(
     prefetch.on[CancelFetch] = grant_only
     looks = itertools.count()
     with pytest.raises(Cancelled):
-        client.acquire(0, [1, 2], 1, lambda: next(looks) > 2)
+        client.acquire(0, [1, 2], Origin(1), lambda: next(looks) > 2)
     assert marked(prefetch) == []
     old = prefetch.wait_for(FetchExperts)
 
@@ -265,7 +268,7 @@ def test_grants_of_an_answer_that_comes_very_late_are_given_back(
         say(ExpertsReady(message.request_id, [2]))
 
     prefetch.on[FetchExperts] = both
-    assert client.acquire(0, [5], step=2) == [2]
+    assert client.acquire(0, [5], Origin(2)) == [2]
     assert marked(prefetch) == [2]
     client.release([2])
 
@@ -277,7 +280,7 @@ def test_a_repeated_answer_marks_nothing(prefetch: FakePrefetch, client: PoolCli
         say(ExpertsReady(message.request_id, slots))
 
     prefetch.on[FetchExperts] = twice
-    client.release(client.acquire(0, [1], step=1))
+    client.release(client.acquire(0, [1], Origin(1)))
     prefetch.pool.grant(0, 1)  # as the daemon did for the second answer, after the client had let go
 
     def serve_elsewhere(message: FetchExperts, say: Say) -> None:
@@ -286,7 +289,7 @@ def test_a_repeated_answer_marks_nothing(prefetch: FakePrefetch, client: PoolCli
         say(ExpertsReady(message.request_id, [2]))
 
     prefetch.on[FetchExperts] = serve_elsewhere
-    assert client.acquire(0, [2], step=2) == [2]
+    assert client.acquire(0, [2], Origin(2)) == [2]
     assert marked(prefetch) == [2]
     client.release([2])
 
@@ -299,18 +302,18 @@ def test_a_full_ring_is_waited_for_and_nothing_is_dropped(
 ) -> None:
     prefetch.load(1, grants=0)
     n_events = 0
-    while client.native.push_event(0, 0, [1] * 1000, [0] * 1000):
+    while client.native.push_event(0, 0, 1, 0, 0, [1] * 1000, [0] * 1000):
         n_events += 1
     monkeypatch.setattr(config, "RING_DEADLINE_S", 0.05)
     experts = list(range(8)) * 100
     with pytest.raises(PeerError, match="has not read events"):
-        client._look_up(0, experts, 1, lambda: False)
+        client.look_up(0, experts, Origin(1), lambda: False)
     looks = itertools.count()
     with pytest.raises(Cancelled):
-        client._look_up(0, experts, 1, lambda: next(looks) > 2)
+        client.look_up(0, experts, Origin(1), lambda: next(looks) > 2)
     assert (marked(prefetch), client.native.n_held) == ([], 0)
     assert len(prefetch.pool.drain(0, 2**63)) == n_events
-    assert client.acquire(0, [1], step=3) == [0]
+    assert client.acquire(0, [1], Origin(3)) == [0]
     client.release([0])
 
 
@@ -331,7 +334,7 @@ def test_a_new_pool_is_mapped_anew(prefetch: FakePrefetch, client: PoolClient) -
     client.attach(5.0)
     assert (client.generation, client.regions[0].spec.name != old) == (2, True)
     prefetch.load(4, grants=0)
-    assert client.acquire(0, [4], step=1) == [0]
+    assert client.acquire(0, [4], Origin(1)) == [0]
     client.release([0])
 
 

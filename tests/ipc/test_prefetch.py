@@ -327,8 +327,8 @@ def test_a_damaged_ring_ends_nothing(prefetch: DaemonProcess, store: Store, user
     user.use(0, [0, 1])
     prefetch.wait_for_state("ready")
     written = int(ring[:8].view(np.uint64)[0])
-    ring[128:].view(np.uint32)[written % RING_WORDS : written % RING_WORDS + 3] = (0, 0xFFFF << 16 | 1, 0)
-    ring[:8].view(np.uint64)[0] = written + 3  # an event of a layer that does not exist
+    ring[128:].view(np.uint32)[written % RING_WORDS : written % RING_WORDS + 6] = (0, 0, 1, 0, 0xFFFF << 16 | 1, 0)
+    ring[:8].view(np.uint64)[0] = written + 6  # an event of a layer that does not exist
     user.use(0, [2, 3])
     assert prefetch.stderr().count("ring_damaged") >= 2
 
@@ -376,7 +376,7 @@ def test_a_client_that_only_hits_learns_of_a_new_pool(store: Store, short_dir: P
         user.use(0, [1, 2])
     try:
         for n in (1000, 1):
-            while user.client.native.push_event(0, 0, [1] * n, [0] * n):
+            while user.client.native.push_event(0, 0, 1, 0, 0, [1] * n, [0] * n):
                 pass
         with spawn("prefetch", short_dir, settings) as second:
             second.wait_for_state("ready")

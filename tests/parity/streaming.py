@@ -57,7 +57,7 @@ class Model:
 
     def _run(self, ids: Sequence[int], cache: list[Any]) -> Logits:
         if self._source is not None:
-            self._source.begin(lambda: False)
+            self._source.begin(lambda: False, 0, ids)
         last = self._model(mx.array([list(ids)]), cache=cache)[0, -1]
         mx.eval(last, [c.state for c in cache])
         if self._source is not None:

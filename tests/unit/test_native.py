@@ -6,7 +6,9 @@ import ast
 import errno
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
+from itertools import starmap
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 
 from sparkle import _native
 from sparkle._native import EMPTY, EVICTING, LOADING, PAGE_BYTES, READY, RING_WORDS, Mapping, Pool, PoolClient
+from sparkle.trace import Event
 
 pytestmark = pytest.mark.unit
 
@@ -147,7 +150,7 @@ def test_truncated_and_newer_segments_are_refused(pool: Pool) -> None:
     for text, damaged in {
         "truncated": whole[:-1],
         "not a Sparkle pool": whole[: PAGE_BYTES - 1],
-        "another version": whole[:VERSION_AT] + b"\x02" + whole[VERSION_AT + 1 :],
+        "another version": whole[:VERSION_AT] + b"\x7f" + whole[VERSION_AT + 1 :],
         "never completed": whole[:COMPLETE_AT] + b"\x00" + whole[COMPLETE_AT + 1 :],
     }.items():
         path.write_bytes(damaged)
@@ -269,36 +272,39 @@ def test_what_a_successor_makes_of_a_slot(pool: Pool, state: int, is_listed: boo
 
 
 def test_events_arrive_whole_and_in_order(pool: Pool, client: PoolClient) -> None:
-    assert client.push_event(7, 1, [4, 0, 65535], [2, -1, 0])
-    assert client.push_event(2**32 - 1, 0, [], [])
-    assert client.ring_position == 7
-    assert pool.drain(0, 2**63) == [(7, 1, [(4, True), (0, False), (65535, True)]), (2**32 - 1, 0, [])]
+    assert client.push_event(7, 65535, 2, 99, 1, [4, 0, 65535], [2, -1, 0])
+    assert client.push_event(2**32 - 1, 0, 65535, 2**32 - 1, 0, [], [])
+    assert client.ring_position == 13
+    first, last = starmap(Event, pool.drain(0, 2**63))
+    assert first == Event(7, first.time_us, 65535, 2, 99, 1, [4, 0, 65535], [True, False, True])
+    assert last == Event(2**32 - 1, last.time_us, 0, 65535, 2**32 - 1, 0, [], [])
+    assert 0 <= time.monotonic_ns() // 1000 % 2**32 - last.time_us < 1e6
     assert pool.drain(0, 2**63) == []
     with pytest.raises(ValueError, match="differ in length"):
-        client.push_event(0, 0, [1], [])
+        client.push_event(0, 0, 1, 0, 0, [1], [])
 
 
 def test_draining_stops_at_the_limit(pool: Pool, client: PoolClient) -> None:
-    client.push_event(1, 0, [1], [0])
+    client.push_event(1, 0, 1, 0, 0, [1], [0])
     position = client.ring_position
-    client.push_event(2, 0, [2], [0])
-    assert [step for step, _, _ in pool.drain(0, position)] == [1]
-    assert [step for step, _, _ in pool.drain(0, position)] == []
-    assert [step for step, _, _ in pool.drain(0, position + 1)] == [2]  # never half an event
+    client.push_event(2, 0, 1, 0, 0, [2], [0])
+    assert [step for step, *_ in pool.drain(0, position)] == [1]
+    assert [step for step, *_ in pool.drain(0, position)] == []
+    assert [step for step, *_ in pool.drain(0, position + 1)] == [2]  # never half an event
 
 
 def test_the_ring_wraps_around_and_drops_nothing_when_full(pool: Pool, client: PoolClient) -> None:
-    experts = list(range(998))  # events of 1000 words: the ring's size is no multiple of it
+    experts = list(range(995))  # events of 1000 words: the ring's size is no multiple of it
     pushed = drained = 0
     while pushed < 200:
-        while client.push_event(pushed, 0, experts, [0] * 998):
+        while client.push_event(pushed, 0, 1, 0, 0, experts, [0] * 995):
             pushed += 1
         assert pushed - drained == RING_WORDS // 1000
-        for step, _, used in pool.drain(0, 2**63):
-            assert (step, [e for e, _ in used]) == (drained, experts)
+        for step, *_, used, _ in pool.drain(0, 2**63):
+            assert (step, used) == (drained, experts)
             drained += 1
     with pytest.raises(ValueError, match="larger than the ring"):
-        client.push_event(0, 0, [0] * RING_WORDS, [0] * RING_WORDS)
+        client.push_event(0, 0, 1, 0, 0, [0] * RING_WORDS, [0] * RING_WORDS)
 
 
 def test_damaged_rings_are_refused_until_they_are_reset(pool: Pool, client: PoolClient) -> None:
@@ -310,15 +316,15 @@ def test_damaged_rings_are_refused_until_they_are_reset(pool: Pool, client: Pool
         with pytest.raises(RuntimeError, match="positions are damaged"):
             pool.drain(0, 2**63)
     pool.reset_ring(0)
-    assert client.push_event(1, 0, [1, 2], [0, 0])
-    words[1] = 3  # says that it has one expert more than was written
+    assert client.push_event(1, 0, 1, 0, 0, [1, 2], [0, 0])
+    words[4] = 3  # says that it has one expert more than was written
     for limit in (1, 2**63):
         with pytest.raises(RuntimeError, match="torn"):
             pool.drain(0, limit)
     pool.reset_ring(0)
     assert pool.drain(0, 2**63) == []
-    assert client.push_event(2, 0, [1], [0])
-    assert pool.drain(0, 2**63) == [(2, 0, [(1, True)])]
+    assert client.push_event(2, 0, 1, 0, 0, [1], [0])
+    assert [e.experts for e in starmap(Event, pool.drain(0, 2**63))] == [[1]]
 
 
 # --- the stub ---------------------------------------------------------------------------------------------------------

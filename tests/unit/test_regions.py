@@ -26,7 +26,7 @@ LARGE = layout_class("large", [("a.weight", "U32", (1024, 1024))], {})
 @pytest.fixture
 def spec() -> Iterator[RegionSpec]:
     name = f"/spk-test-{os.getpid()}"
-    yield RegionSpec(name, 0, 4, 3, regions.region_bytes(ODD, 3))
+    yield RegionSpec(name, 0, 4, 3, regions.region_bytes(ODD, 3), 3)
     Mapping.unlink(name)
 
 
@@ -99,15 +99,15 @@ def test_spans_are_the_pieces_of_a_slot(spec: RegionSpec) -> None:
     region = Region.create(spec, ODD)
     slot = spec.first_slot + 1
     assert region.spans(slot) == [(p[1].ctypes.data, p.shape[1]) for p in region.pieces]
-    assert region.arrays() == [(p.ctypes.data, p.shape[1], 3) for p in region.pieces]
-    assert all(address % 4096 == 0 for address, _, _ in region.arrays())
+    assert region.backed(2) == [(p.ctypes.data, 2 * p.shape[1]) for p in region.pieces]
+    assert all(address % 4096 == 0 for address, _ in region.backed(3))
 
 
 def test_a_region_that_is_not_what_the_table_says_is_refused(spec: RegionSpec) -> None:
     with pytest.raises(PoolError, match="is gone"):
         Region.attach(spec, ODD)
     Region.create(spec, ODD)
-    larger = RegionSpec(spec.name, 0, 4, 9000, regions.region_bytes(ODD, 9000))
+    larger = RegionSpec(spec.name, 0, 4, 9000, regions.region_bytes(ODD, 9000), 9000)
     for wrong, layout in ((larger, ODD), (spec, EVEN)):
         with pytest.raises(PoolError, match="bytes, expected"):
             Region.attach(wrong, layout)
@@ -119,9 +119,11 @@ def test_a_region_that_is_not_what_the_table_says_is_refused(spec: RegionSpec) -
 def test_full_shared_memory_is_a_config_error_with_a_remedy(spec: RegionSpec) -> None:
     shm = os.statvfs("/dev/shm")
     n_slots = shm.f_blocks * shm.f_frsize // LARGE.record_bytes + 1
-    too_large = RegionSpec(spec.name, 0, 0, n_slots, regions.region_bytes(LARGE, n_slots))
+    too_large = RegionSpec(spec.name, 0, 0, n_slots, regions.region_bytes(LARGE, n_slots), n_slots)
     with pytest.raises(ConfigError, match=r"make /dev/shm larger.*lower SPARKLE_MEMORY or SPARKLE_POOL") as caught:
-        Region.create(too_large, LARGE)
+        Region.create(too_large, LARGE).reserve(0, n_slots)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
-    assert not Mapping.unlink(spec.name)
+    Mapping.unlink(spec.name)
+    fits = RegionSpec(spec.name, 0, 0, n_slots, too_large.n_bytes, 1)
+    Region.create(fits, LARGE).reserve(0, 1)  # what is not in force needs no memory

@@ -101,6 +101,7 @@ class Engine:
         self._active: deque[Generation] = deque()
         self._client: PoolClient | None = None
         self._is_stopping = threading.Event()
+        self._n_streams = 0
         self._thread = threading.Thread(target=self._main, name="model", daemon=True)
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.counts: Counter[str] = Counter()
@@ -196,6 +197,8 @@ class Engine:
             item = self._inbox.get(timeout=IDLE_S) if may_wait and not self._waiting else self._inbox.get_nowait()
             while True:
                 if item is not None:
+                    self._n_streams += 1
+                    item.stream = self._n_streams
                     self._waiting.append(item)
                 item = self._inbox.get_nowait()
         except queue.Empty:

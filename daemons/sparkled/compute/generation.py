@@ -61,6 +61,7 @@ class Generation:
     last_token_at: float = 0.0
     last_sent_at: float = field(default_factory=time.monotonic)
     n_resumed: int = 0
+    stream: int = 0
     _cache: list[Any] = field(default_factory=list)
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -130,7 +131,7 @@ class Generation:
         Everything built is evaluated before the slots go back. After an exception the caches are of no use: the request
         ends.
         """
-        source.begin(lambda: self.is_cancelled)
+        source.begin(lambda: self.is_cancelled, self.stream, ids)
         try:
             logits = loaded.model(mx.array([ids]), cache=self._cache)
             if wants_logits:

@@ -23,6 +23,8 @@ from sparkle.store import Store, verify_file
 from sparkled.compute.sampler import resolve
 from sparkled.compute.streamed import ExpertSource, StreamedExperts
 
+LOOK_AHEAD = 2  # MoE layers; scripts/bench/LOG.md#prefetch
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -45,13 +47,7 @@ def load(store: Store, source: ExpertSource) -> LoadedModel:
     model = _build(store)
     quants = _quants(store)
     nn.quantize(model, class_predicate=lambda path, _: _as_arguments(quants.get(path)))
-    for layer in store.layers:
-        if layer.kind == "main":
-            _replace(
-                model,
-                layer.module,
-                lambda switch, layer=layer: StreamedExperts(switch, layer, store.classes[layer.layout], source),
-            )
+    _stream_experts(model, store, source)
     with store.resident_path.open("rb", buffering=0) as file:
         verify_file(store, store.resident_path.name, file)  # and into the page cache, whence mx.load reads it
     try:
@@ -72,6 +68,19 @@ def load(store: Store, source: ExpertSource) -> LoadedModel:
         generation_config=generation_config,
         vocab_size=_vocab_size(store.config),
     )
+
+
+def _stream_experts(model: Any, store: Store, source: ExpertSource) -> None:
+    """Put a StreamedExperts in the place of every switch, and show each the routers of the layers that follow."""
+    layers = [layer for layer in store.layers if layer.kind == "main"]
+    blocks = [_parent(model, layer.module) for layer in layers]
+    for layer, (block, name) in zip(layers, blocks, strict=True):
+        setattr(block, name, StreamedExperts(getattr(block, name), layer, store.classes[layer.layout], source))
+    gates = [block.get("gate") for block, _ in blocks]
+    routers = [gate if isinstance(gate, nn.Linear | nn.QuantizedLinear) else None for gate in gates]
+    for i, (block, name) in enumerate(blocks):
+        ahead = zip(layers[i + 1 : i + 1 + LOOK_AHEAD], routers[i + 1 :], strict=False)
+        getattr(block, name).look_ahead([(layer, router) for layer, router in ahead if router is not None])
 
 
 def _build(store: Store) -> Any:
@@ -97,12 +106,13 @@ def _as_arguments(quant: Quant | None) -> bool | dict[str, Any]:
     return quant is not None and {"bits": quant.bits, "group_size": quant.group_size, "mode": quant.mode}
 
 
-def _replace(model: Any, path: str, make: Any) -> None:
+def _parent(model: Any, path: str) -> tuple[Any, str]:
+    """Return the module that has the module at `path`, and its name there."""
     *parents, name = path.split(".")
     module = model
     for part in parents:
         module = module[int(part)] if isinstance(module, list) else getattr(module, part)
-    setattr(module, name, make(getattr(module, name)))
+    return module, name
 
 
 def _float_dtype(model: Any) -> Any:

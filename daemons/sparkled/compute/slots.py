@@ -7,7 +7,7 @@ evaluates: `take` is lazy, so the caller must hold the slots until what it build
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -49,7 +49,7 @@ class PoolArrays:
         self._rows: list[list[Rows]] = []
         self.adoption = ""
 
-    def take(self, layout: int, slots: Sequence[int]) -> tuple[list[mx.array], npt.NDArray[np.int64]]:
+    def take(self, layout: int, slots: npt.ArrayLike) -> tuple[list[mx.array], npt.NDArray[np.int64]]:
         """Return each piece's array (n, *shape) of `slots`, and where in it each slot went: (n,) int64.
 
         All slots belong to layout class `layout` and are held by the caller.
@@ -66,7 +66,7 @@ class PoolArrays:
             if len(inside) == 0:
                 continue
             if region.spec.layout != layout:
-                raise PoolError(f"slot {slots[inside[0]]} is not of layout class {layout}; restart the daemons")
+                raise PoolError(f"slot {wanted[inside[0]]} is not of layout class {layout}; restart the daemons")
             local = (wanted[inside] - first).astype(np.uint32)
             parts.append([self._widened(take(local), p) for take, p in zip(rows, region.layout.pieces, strict=True)])
             place[inside] = np.arange(n_placed, n_placed + len(inside))

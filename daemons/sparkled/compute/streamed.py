@@ -4,22 +4,34 @@ The switch's own code runs on a compact copy of just the experts that this step 
 arrays of those slots, the indices are renumbered, and nothing else differs. So every family whose experts live in a
 switch streams by the same mechanism, and float32 results on the CPU equal the resident model's bit for bit.
 
+Where some experts are missing in a small step, those that are there are computed while the disk reads the others. Every
+(row, expert) product has its own order of accumulation, so the split changes no bit of the result.
+
 INVARIANT: slots are released only after every array built from them has been evaluated or dropped.
+INVARIANT: nothing is held while the prefetch daemon is waited for (two clients cannot block each other).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from numpy.typing import NDArray
 
 from sparkle.errors import Cancelled, StorageError
 from sparkle.manifest import ExpertLayer, LayoutClass
-from sparkle.pool_client import PoolClient
+from sparkle.pool_client import Fetch, PoolClient
+from sparkle.trace import Origin
 from sparkled.compute.slots import PoolArrays
+
+Indices = NDArray[np.int64]
+Router = Callable[[mx.array], mx.array]  # a layer's gate: (…, hidden) -> (…, n_experts)
+
+# mlx-lm's switches sort their pairs from this many on, and a GPU's kernels for sorted pairs round differently.
+SORTED_FROM = 64
 
 
 class ExpertSource:
@@ -33,43 +45,76 @@ class ExpertSource:
         self._arrays = arrays
         self._held: list[int] = []
         self._output: mx.array | None = None
+        self._fetch: Fetch | None = None
         self._should_abort: Callable[[], bool] = lambda: False
-        self.step = 0
+        self._origin = Origin(0)
+        self._wants_hints = False
 
-    def begin(self, should_abort: Callable[[], bool]) -> None:
-        self.step += 1
+    def begin(self, should_abort: Callable[[], bool], stream: int, ids: Sequence[int]) -> None:
+        """`stream` tells conversations apart; `ids` are the tokens of the step's rows."""
+        self._origin = Origin(self._origin.step + 1, stream, len(ids), ids[-1])
         self._should_abort = should_abort
+        self._wants_hints = self._client.native.wants_hints
 
     def finish(self) -> None:
         """End a step: complete the last layer and let go of its slots."""
-        self._release()
+        self.release()
 
     def abandon(self) -> None:
         """End a step that failed: what was built from the slots is dropped, never evaluated."""
         self._output = None
-        self._release()
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            self._client.abandon(fetch)
+        self.release()
 
-    def route(self, indices: mx.array) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Read a layer's routing on the host: the one wait per layer, which also completes the layer before."""
+    @property
+    def wants_hints(self) -> bool:
+        """Whether the prefetch daemon has use for guesses in this step; a prompt's rows use nearly every expert."""
+        return self._wants_hints and self._origin.rows * 2 < SORTED_FROM
+
+    def route(self, indices: mx.array, guesses: Sequence[mx.array]) -> tuple[Indices, list[Any]]:
+        """Read a layer's routing, and guesses with it, on the host: the one wait per layer, which also completes the
+        layer before."""
         if self._should_abort():
             raise Cancelled("cancelled within a step")
-        if self._output is not None:
-            mx.eval(indices, self._output)
-        return np.array(indices).astype(np.int64)
+        mx.eval(indices, *guesses, *([] if self._output is None else [self._output]))
+        return np.array(indices).astype(np.int64), [np.array(g) for g in guesses]
 
-    def take(
-        self, layer: ExpertLayer, experts: list[int]
-    ) -> tuple[list[mx.array], np.ndarray[Any, np.dtype[np.int64]]]:
-        """Hold the slots of `experts` (distinct), releasing those of the layer before; see PoolArrays.take."""
-        self._release()
-        self._held = self._client.acquire(layer.index, experts, self.step, self._should_abort)
-        return self._arrays.take(layer.layout, self._held)
+    def look_up(self, layer: ExpertLayer, experts: list[int]) -> NDArray[np.int64]:
+        """Release the layer before, and hold of `experts` (distinct) what is there: slots, -1 where nothing is."""
+        self.release()
+        self._held = self._client.look_up(layer.index, experts, self._origin, self._should_abort)
+        return np.asarray(self._held)
+
+    def fetch(self, layer: ExpertLayer, experts: list[int]) -> None:
+        """Ask for experts; `wait` follows. What is held must be evaluated and released in between."""
+        self._fetch = self._client.fetch(layer.index, experts)
+
+    def wait(self) -> NDArray[np.int64]:
+        """Return the held slots of what was asked for last."""
+        fetch, self._fetch = self._fetch, None
+        if fetch is None or self._held:
+            raise RuntimeError("a wait without a fetch, or while slots are held")
+        self._held = self._client.wait(fetch, self._should_abort)
+        return np.asarray(self._held)
+
+    def hint(self, layer: int, logits: NDArray[np.float32], n: int) -> None:
+        """Tell the prefetch daemon which of a later layer's likeliest `n` experts are not in the pool."""
+        ranked = np.argsort(-logits.reshape(-1), kind="stable")[:n].tolist()
+        if absent := self._client.native.absent(layer, ranked):
+            self._client.hint(layer, absent, "router")
+
+    def take(self, layer: ExpertLayer, slots: NDArray[np.int64]) -> tuple[list[mx.array], NDArray[np.int64]]:
+        """Return each piece's rows of held `slots`; see PoolArrays.take."""
+        return self._arrays.take(layer.layout, slots)
 
     def built(self, output: mx.array) -> None:
         """`output` is what was built from the slots held now."""
         self._output = output
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Evaluate what was built from the held slots, and let go of them."""
         if self._output is not None:
             mx.eval(self._output)
             self._output = None
@@ -78,29 +123,81 @@ class ExpertSource:
 
 
 class StreamedExperts(nn.Module):  # type: ignore[misc]  # mlx is untyped
-    """Takes the place of `switch`, an mlx-lm SwitchGLU (or alike) whose weights were never loaded."""
+    """Takes the place of `switch`, an mlx-lm SwitchGLU (or alike) whose weights were never loaded.
+
+    `_ahead`: routers of the MoE layers that follow, by store layer, set by the loader. Given this layer's input they
+    guess, ahead of time, what those layers will choose.
+    """
 
     def __init__(self, switch: nn.Module, layer: ExpertLayer, layout: LayoutClass, source: ExpertSource) -> None:
         super().__init__()
         self._switch = switch  # the underscore keeps it out of parameters()
         self._layer = layer
         self._source = source
+        self._ahead: list[tuple[ExpertLayer, Router]] = []
         self._targets = [_target(switch, piece.name, layer) for piece in layout.pieces]
         _drop_weights(switch, self._targets)
 
+    def look_ahead(self, routers: Sequence[tuple[ExpertLayer, Router]]) -> None:
+        self._ahead = list(routers)
+
     def __call__(self, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         """x: (…, hidden); indices: (…, top_k), ids in [0, n_experts). Returns (…, top_k, hidden)."""
-        routing = self._source.route(indices)
+        source, layer = self._source, self._layer
+        ahead = self._ahead if source.wants_hints else []
+        routing, guesses = source.route(indices, [router(x)[..., -1, :] for _, router in ahead])
         experts, compact = np.unique(routing, return_inverse=True)
-        pieces, place = self._source.take(self._layer, experts.tolist())
+        compact = compact.reshape(routing.shape)
+        slots = source.look_up(layer, experts.tolist())
+        is_missing = slots < 0
+        if not is_missing.any():
+            self._hint(guesses)
+            output = self._compute(x, slots, compact, *args, **kwargs)
+        elif is_missing.all() or routing.size >= SORTED_FROM or args or kwargs:
+            source.release()
+            source.fetch(layer, experts.tolist())
+            self._hint(guesses)
+            output = self._compute(x, source.wait(), compact, *args, **kwargs)
+        else:
+            output = self._hits_first(x, experts, compact, slots, guesses)
+        source.built(output)
+        return output
+
+    def _hits_first(
+        self, x: mx.array, experts: Indices, compact: Indices, slots: NDArray[np.int64], guesses: list[Any]
+    ) -> mx.array:
+        """Compute what is there while the rest is read, as (row, expert) pairs; then the rest, and put all in order."""
+        source, is_missing = self._source, slots < 0
+        source.fetch(self._layer, experts[is_missing].tolist())
+        self._hint(guesses)
+        top_k = compact.shape[-1]
+        pairs = compact.reshape(-1)  # of row i // top_k and, by its place in `experts`, an expert
+        x_rows = x.reshape(-1, x.shape[-1])
+        early, late = np.flatnonzero(~is_missing[pairs]), np.flatnonzero(is_missing[pairs])
+        place = np.where(is_missing, np.cumsum(is_missing), np.cumsum(~is_missing)) - 1
+        first = self._compute(x_rows[mx.array(early // top_k)], slots[~is_missing], place[pairs[early]][:, None])
+        source.built(first)
+        source.release()  # evaluates `first`
+        second = self._compute(x_rows[mx.array(late // top_k)], source.wait(), place[pairs[late]][:, None])
+        order = np.argsort(np.concatenate([early, late]))
+        output = mx.concatenate([first, second])[mx.array(order)]
+        return output.reshape(*compact.shape, output.shape[-1])
+
+    def _compute(
+        self, x: mx.array, slots: NDArray[np.int64], local: Indices, *args: Any, **kwargs: Any
+    ) -> mx.array:
+        """Run the switch over the experts in held `slots`, named by `local` (…, top_k). Returns (…, top_k, hidden)."""
+        pieces, place = self._source.take(self._layer, slots)
         for (projection, name), array in zip(self._targets, pieces, strict=True):
             projection[name] = array
-        local = mx.array(place[compact].reshape(routing.shape).astype(np.uint32))
-        output: mx.array = self._switch(x, local, *args, **kwargs)
+        output: mx.array = self._switch(x, mx.array(place[local].astype(np.uint32)), *args, **kwargs)
         for projection, name in self._targets:
             del projection[name]  # else 48 layers keep their last experts alive outside the pool's budget
-        self._source.built(output)
         return output
+
+    def _hint(self, guesses: list[Any]) -> None:
+        for (layer, _), logits in zip(self._ahead, guesses, strict=False):
+            self._source.hint(layer.index, logits, layer.top_k)
 
 
 def _target(switch: nn.Module, piece_name: str, layer: ExpertLayer) -> tuple[nn.Module, str]:

@@ -81,14 +81,23 @@ def make_reader(settings: Settings, store: Store, disk: Disk, depth: int) -> Rea
     return Reader.with_threads(depth, disk.block_bytes, record)
 
 
-def measure_depth(settings: Settings, store: Store, disk: Disk) -> tuple[int, str]:
-    """Return how many reads to keep under way, and the bandwidths that say so."""
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How many reads to keep under way, the bandwidth then (0: not measured), and why."""
+
+    n_reads: int
+    bytes_per_s: float
+    reason: str
+
+
+def measure_depth(settings: Settings, store: Store, disk: Disk) -> Depth:
     if settings.read_depth:
-        return settings.read_depth, settings.origins["read_depth"]
+        return Depth(settings.read_depth, 0.0, settings.origins["read_depth"])
     rates = {depth: _bandwidth(settings, store, disk, depth) for depth in MEASURED_DEPTHS}
     best = max(rates.values())
     depth = next(d for d, rate in rates.items() if rate >= GOOD_ENOUGH * best)
-    return depth, "measured: " + ", ".join(f"{d}→{rate / 1e9:.2f} GB/s" for d, rate in rates.items())
+    reason = "measured: " + ", ".join(f"{d}→{rate / 1e9:.2f} GB/s" for d, rate in rates.items())
+    return Depth(depth, rates[depth], reason)
 
 
 def _bandwidth(settings: Settings, store: Store, disk: Disk, depth: int) -> float:

@@ -1,7 +1,7 @@
 """Which expert is in which slot: placing sets, choosing victims, granting slots to clients.
 
-Owns the control segment's evictor side, the policy of each layout class, free slots and pending requests. Asks the read
-queue for records. Single-threaded: it is the only evictor, so between two of its steps nothing leaves the pool.
+Owns the control segment's evictor side, the policy of each layout class, free slots, pins and pending requests. Asks
+the read queue for records. Single-threaded: it is the only evictor, so between two of its steps nothing leaves the pool.
 
 INVARIANT: a request's set is placed whole or waits; a request that waits has no grants (two clients can't deadlock).
 INVARIANT: a slot is published only after its record was read and checked; else it becomes EMPTY.
@@ -11,28 +11,32 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from sparkle import _native
 from sparkle.errors import PoolError, SparkleError, StorageError
 from sparkle.messages import FetchExperts
-from sparkle.policy import LRU, Key, Policy
+from sparkle.policy import Key, Policy
 from sparkle.regions import Region
 from sparkle.store import Store
+from sparkle.trace import Event
 from sparkled.prefetch.reads import Cause, Read, ReadQueue
+from sparkled.prefetch.side import FILL, SideRegion
 
 
 @dataclass(slots=True)
 class Request:
-    """A FetchExperts under way. `missing` are its experts that are being read."""
+    """A FetchExperts under way. `missing` are its experts that are being read; `in_use` what the step needs besides."""
 
     peer: bytes
     message: FetchExperts
     deadline: float
-    was_hit: frozenset[int]
+    was_hit: Set[int] = frozenset()
+    in_use: Set[Key] = frozenset()
     missing: set[Key] = field(default_factory=set)
     is_placed: bool = False
+    arrived: float = field(default_factory=time.monotonic)
 
     @property
     def keys(self) -> list[Key]:
@@ -47,39 +51,47 @@ class Residency:
         store: Store,
         pool: _native.Pool,
         regions: Sequence[Region],
-        on_ready: Callable[[Request, list[int]], None],
-        on_failed: Callable[[Request, SparkleError], None],
-        policy: Callable[[], Policy] = LRU,
+        policies: Sequence[Policy],
+        side_limit: int,
     ) -> None:
         self._store = store
         self._pool = pool
-        self._on_ready = on_ready
-        self._on_failed = on_failed
         self._region_of = [r for r in regions for _ in range(r.spec.n_slots)]
-        self._policies = [policy() for _ in store.classes]
+        self._policies = list(policies)
         self._free: list[list[int]] = [[] for _ in store.classes]
-        self._side: set[Key] = set()
+        self.side = SideRegion(side_limit)
+        self.pinned: set[Key] = set()
         self._loading: dict[Key, Read] = {}
         self._waiters: dict[Key, list[Request]] = {}
         self.requests: dict[str, Request] = {}
         self._queued: list[Request] = []
+        self.n_used = 0
         self.counts: Counter[str] = Counter()
+        # who wants to know, set by the owner: ends of requests, and what comes and goes
+        self.on_ready: Callable[[Request, list[int]], None] = lambda request, slots: None
+        self.on_failed: Callable[[Request, SparkleError], None] = lambda request, error: None
+        self.on_missed: Callable[[Key], None] = lambda key: None
+        self.on_evicted: Callable[[Key], None] = lambda key: None
         self.reads: ReadQueue | None = None  # set once by `start`
 
     # --- start -----------------------------------------------------------------------------------------------------
 
     def start(self, reads: ReadQueue) -> int:
-        """Take stock of every slot (all EMPTY in a new pool). Returns how many experts were found."""
+        """Take stock of every slot (all EMPTY or RETIRED in a new pool). Returns how many experts were found."""
         self.reads = reads
         for slot in range(self._pool.n_slots):
             must_read = self._pool.recover(slot)
             owner = self._pool.owner(slot)
+            if self._pool.state(slot) == _native.RETIRED:
+                continue
             if owner is None:
                 self._free[self._region_of[slot].spec.layout].append(slot)
-            elif must_read:
+                continue
+            self._policy(owner).on_load(owner, True)
+            if must_read:
                 self._read(owner, slot, Cause.BACKGROUND)
             else:
-                self._policy(owner).on_load(owner, True)
+                self.n_used += 1
         for free in self._free:
             free.reverse()  # pop() takes the lowest slot first
         return self.n_used
@@ -133,7 +145,7 @@ class Residency:
         layout = self._store.layers[request.message.layer].layout
         wanted = request.keys
         absent = [k for k in wanted if self._pool.lookup(*k) < 0 and k not in self._loading]
-        slots = self._make_room(layout, absent, keep=set(wanted))
+        slots = self._make_room(layout, absent, request.in_use | set(wanted))
         if slots is None:
             return False
         bit = 1 << request.message.bit
@@ -143,13 +155,16 @@ class Residency:
             slot = self._pool.lookup(*key)
             if slot >= 0:
                 self._pool.grant(slot, bit)
+                self.side.used(key, self._record_bytes(key))
                 continue
             request.missing.add(key)
             self._waiters.setdefault(key, []).append(request)
             if key in self._loading:
+                self.side.late(key, self._record_bytes(key))
                 self._the_reads.promote(self._loading[key])
         for key, slot in zip(absent, slots, strict=True):
             self._read(key, slot, Cause.DEMAND)
+            self.on_missed(key)
         self._finish_if_complete(request)
         return True
 
@@ -167,59 +182,69 @@ class Residency:
     def _finish_if_complete(self, request: Request) -> None:
         if request.missing or self.requests.pop(request.message.request_id, None) is None:
             return
-        slots = [self._pool.lookup(*k) for k in request.keys]
-        self._side.difference_update(request.keys)
-        self._on_ready(request, slots)
+        self.on_ready(request, [self._pool.lookup(*k) for k in request.keys])
 
     def _fail(self, request: Request, error: SparkleError) -> None:
         self.counts["fetches_failed"] += 1
         self.counts["unplaced_experts"] += max(1, len(request.missing))
-        self._on_failed(request, error)
+        self.on_failed(request, error)
 
     # --- slots -----------------------------------------------------------------------------------------------------
 
-    def _make_room(self, layout: int, absent: list[Key], keep: set[Key]) -> list[int] | None:
+    def _make_room(self, layout: int, absent: list[Key], keep: Set[Key]) -> list[int] | None:
         """Give each absent key a slot in state LOADING. None, and nothing given, if there are not enough."""
-        free, policy = self._free[layout], self._policies[layout]
+        free = self._free[layout]
         n_victims = max(0, len(absent) - len(free))
-        victims = list(self._victims(policy, keep, n_victims))
+        victims = list(self._victims(layout, keep, n_victims))
         if len(victims) < n_victims:
             return None
         slots: list[int] = []
         for key in absent:
-            if free:
-                slot = free.pop()
-                self._pool.begin_load(slot, *key)
-            elif (taken := self._evict(policy, victims, keep, key)) is None:
-                for given in slots:  # a reader took hold of a victim in between: give back, and wait
+            slot = free.pop() if free else self._evict(layout, victims, keep)
+            if slot is None:  # a reader took hold of a victim in between: give back, and wait
+                for given, back in zip(slots, absent, strict=False):
+                    self._policies[layout].on_evict(back)
                     self._pool.abandon(given)
                 free.extend(slots)
                 return None
-            else:
-                slot = taken
+            self._pool.begin_load(slot, *key)
+            self._policies[layout].on_load(key, True)
             slots.append(slot)
         return slots
 
-    def _victims(self, policy: Policy, keep: set[Key], n: int) -> Iterator[Key]:
-        for key in policy.victims():
-            if n <= 0:
-                return
+    def _victims(self, layout: int, keep: Set[Key], n: int) -> Iterator[Key]:
+        """The first `n` that may go: not pinned, not held. Forecasts whose turn is to come go if nothing else can."""
+        spared: list[Key] = []
+        for key in self._policies[layout].victims() if n > 0 else ():
             slot = self._pool.lookup(*key)
-            if key not in keep and slot >= 0 and self._pool.mask(slot) == 0:
-                n -= 1
-                yield key
+            if slot < 0 or key in keep or key in self.pinned or self._pool.mask(slot) != 0:
+                continue
+            if self.side.is_due(key):
+                spared.append(key)
+                continue
+            yield key
+            n -= 1
+            if n == 0:
+                return
+        yield from spared[:n]
 
-    def _evict(self, policy: Policy, victims: list[Key], keep: set[Key], key: Key) -> int | None:
-        """Put `key` in a victim's place. Victims are chosen already; if one is held by now, look for another."""
-        while victims or (victims := list(self._victims(policy, keep, 1))):
+    def _evict(self, layout: int, victims: list[Key], keep: Set[Key]) -> int | None:
+        """Empty a victim's slot. Victims are chosen already; if one is held by now, look for another."""
+        while victims or (victims := list(self._victims(layout, keep, 1))):
             victim = victims.pop(0)
             slot = self._pool.lookup(*victim)
-            if self._pool.begin_load(slot, *key):
-                policy.on_evict(victim)
-                self._side.discard(victim)
+            if self._pool.unload(slot):
+                self._left(victim)
                 self.counts["evictions"] += 1
                 return slot
         return None
+
+    def _left(self, key: Key) -> None:
+        """`key` has lost its slot."""
+        self._policy(key).on_evict(key)
+        self.side.wasted(key, self._record_bytes(key))
+        self.n_used -= 1
+        self.on_evicted(key)
 
     def _read(self, key: Key, slot: int, cause: Cause) -> None:
         read = Read(key, slot, self._region_of[slot], cause)
@@ -232,6 +257,8 @@ class Residency:
         waiting = [r for r in self._waiters.pop(read.key, []) if r.message.request_id in self.requests]
         if error is not None:
             self._pool.abandon(read.slot)
+            self._policy(read.key).on_evict(read.key)
+            self.side.wasted(read.key, 0)
             self._free[read.region.spec.layout].append(read.slot)
             for request in waiting:
                 self.cancel(request.message.request_id)
@@ -241,33 +268,61 @@ class Residency:
         for request in waiting:
             grants |= 1 << request.message.bit
         self._pool.publish(read.slot, grants)
-        self._policy(read.key).on_load(read.key, read.cause is Cause.DEMAND)
-        if read.cause is Cause.BACKGROUND:
-            self._side.add(read.key)
+        self.n_used += 1
         for request in waiting:
             request.missing.discard(read.key)
             self._finish_if_complete(request)
 
-    def fill(self, key: Key) -> bool:
-        """Read `key` into an empty slot in the background; False if there is none, or no need."""
-        free = self._free[self._store.layers[key[0]].layout]
-        if not free or self._pool.lookup(*key) >= 0 or key in self._loading or key in self._the_reads.quarantined:
+    # --- ahead of demand -------------------------------------------------------------------------------------------
+
+    def fill(self, key: Key, source: str, may_evict: bool) -> bool:
+        """Read `key` in the background; False if there is no need, or no slot (an empty one, unless `may_evict`)."""
+        layout = self._store.layers[key[0]].layout
+        free = self._free[layout]
+        is_here = self._pool.lookup(*key) >= 0 or key in self._loading
+        if is_here or key in self._the_reads.quarantined or (source != FILL and self.side.is_full):
             return False
-        slot = free.pop()
+        slot = free.pop() if free else self._evict(layout, [], {key}) if may_evict else None
+        if slot is None:
+            return False
         self._pool.begin_load(slot, *key)
+        self._policies[layout].on_load(key, False)
+        self.side.add(key, source, self._record_bytes(key))
         self._read(key, slot, Cause.BACKGROUND)
         return True
 
+    # --- size ------------------------------------------------------------------------------------------------------
+
+    def retire(self, slot: int) -> bool:
+        """Take a slot out of use; False if a client holds it or a read goes to it."""
+        owner = self._pool.owner(slot)
+        if not self._pool.retire(slot):
+            return False
+        if owner is not None:
+            self.pinned.discard(owner)
+            self._left(owner)
+        else:
+            free = self._free[self._region_of[slot].spec.layout]
+            if slot in free:
+                free.remove(slot)
+        return True
+
+    def add_slots(self, slots: Sequence[int]) -> None:
+        """Slots that are EMPTY and new, or back."""
+        for slot in reversed(slots):
+            self._free[self._region_of[slot].spec.layout].append(slot)
+
     # --- events ----------------------------------------------------------------------------------------------------
 
-    def used(self, layer: int, experts: list[tuple[int, bool]]) -> None:
-        """A client's event: these experts were needed; True marks those it found resident."""
-        for expert, is_hit in experts:
-            key = (layer, expert)
-            self._policy(key).on_use(key)
+    def used(self, event: Event) -> None:
+        """A client's event: a step needs these experts now."""
+        layer = event.layer
+        self._policies[self._store.layers[layer].layout].on_step(event)
+        for expert, is_hit in zip(event.experts, event.is_hit, strict=True):
             if is_hit:
-                self._side.discard(key)
                 self.counts["hits_resident"] += 1
+                self.side.used((layer, expert), self._record_bytes((layer, expert)))
+        self.side.passed(layer)
 
     # --- views -----------------------------------------------------------------------------------------------------
 
@@ -280,6 +335,13 @@ class Residency:
     def _policy(self, key: Key) -> Policy:
         return self._policies[self._store.layers[key[0]].layout]
 
+    def _record_bytes(self, key: Key) -> int:
+        return self._store.layout_of(key[0]).record_bytes
+
+    def resident(self, layout: int) -> list[Key]:
+        """Keys of a class that have a slot, from the one that would be evicted first."""
+        return list(self._policies[layout].victims())
+
     @property
     def n_free(self) -> int:
         return sum(map(len, self._free))
@@ -287,11 +349,3 @@ class Residency:
     @property
     def n_loading(self) -> int:
         return len(self._loading)
-
-    @property
-    def n_used(self) -> int:
-        return self._pool.n_slots - self.n_free - self.n_loading
-
-    @property
-    def n_side(self) -> int:
-        return len(self._side)

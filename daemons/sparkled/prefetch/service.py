@@ -1,4 +1,4 @@
-"""The prefetch daemon's process: messages, clients and start-up around one Residency.
+"""The prefetch daemon's process: messages, timers and start-up around one pool.
 
 Allocating the pool and measuring the disk take seconds, so a thread does them while the loop answers StatusRequest;
 after that everything happens in the loop's thread.
@@ -7,33 +7,47 @@ after that everything happens in the loop's thread.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sparkle import _native, budget
+from sparkle import _native, budget, config
 from sparkle.config import Settings
 from sparkle.errors import PeerError, PoolError, ProtocolError, SparkleError, StorageError
 from sparkle.lifecycle import Daemon, State
-from sparkle.messages import AttachPool, CancelFetch, DetachPool, Error, ExpertsReady, FetchExperts, PoolAttached
-from sparkle.policy import Key
-from sparkle.rundir import lock_is_free
+from sparkle.messages import (
+    AttachPool,
+    CancelFetch,
+    DetachPool,
+    Error,
+    ExpertsReady,
+    FetchExperts,
+    HintExperts,
+    PinExperts,
+    PinState,
+    PoolAttached,
+    PoolState,
+    ResizePool,
+    StartTrace,
+    StopTrace,
+)
 from sparkle.store import Store
-from sparkled.prefetch.disk import Disk, make_reader, measure_depth
-from sparkled.prefetch.reads import ReadQueue, percentile
-from sparkled.prefetch.residency import Request, Residency
+from sparkle.trace import Event
+from sparkled.prefetch.disk import Depth, Disk, make_reader, measure_depth
+from sparkled.prefetch.residency import Request
 from sparkled.prefetch.segments import Segments, open_segments
+from sparkled.prefetch.serving import Serving, make_policies
 
 log = logging.getLogger(__name__)
 
-INCARNATION = re.compile(r"[a-z]+-[0-9]+-[0-9a-f]+")  # becomes a file name: nothing else may come in
 DEATH_CHECK_S = 0.5
 QUEUE_RETRY_S = 0.002  # a release sends no message: look again while a set waits for slots
 EXPIRY_S = 0.05
-FILL_S = 0.01
+PUMP_S = 0.01
+GOVERN_S = 0.25
+RESIZE_S = 0.01
+JUDGE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -42,8 +56,7 @@ class _Built:
 
     disk: Disk
     reader: _native.Reader
-    depth: int
-    depth_reason: str
+    depth: Depth
     segments: Segments
 
 
@@ -55,29 +68,19 @@ class PrefetchDaemon(Daemon):
     def __init__(self, settings: Settings) -> None:
         # Before locks and sockets are taken: a start that cannot succeed leaves nothing behind.
         self._store = Store.open(settings.resolved_model())
-        self._budget = budget.derive(settings, self._store)
+        self._plan = budget.derive(settings, self._store)
+        make_policies(settings, self._store)
         super().__init__(settings)
-        for line in (*self._budget.reasons, *(f"warning: {w}" for w in self._budget.warnings)):
+        for line in (*self._plan.reasons, *(f"warning: {w}" for w in self._plan.warnings)):
             log.info("budget %s", line)
         self._built: _Built | SparkleError | None = None
         self._builder = threading.Thread(target=self._build, name="builder", daemon=True)
-        self._disk: Disk | None = None
-        self._segments: Segments | None = None
-        self._residency: Residency | None = None
-        self._reads: ReadQueue | None = None
-        self._clients: dict[str, int] = {}
-        self._last_event: dict[int, tuple[int, frozenset[int]]] = {}
-        self._last_answer: dict[int, ExpertsReady] = {}
-        self._layers_used: set[int] = set()
-        self._fill: Iterator[Key] = iter(())
+        self._serving: Serving | None = None
 
     # --- start and stop --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self.become(State.STARTING, f"allocating {budget.gb(self._budget.pool_bytes)} of shared memory")
-        for path in self.rundir.clients.glob("*.lock"):  # of clients that died while nobody looked
-            if lock_is_free(path):
-                path.unlink(missing_ok=True)
+        self.become(State.STARTING, f"allocating {budget.gb(self._plan.pool_bytes)} of shared memory")
         self._builder.start()
 
     def model_fingerprint(self) -> str:
@@ -88,16 +91,15 @@ class PrefetchDaemon(Daemon):
         disk = None
         try:
             disk = Disk.open(self._store, self.settings.direct_io)
-            depth, reason = measure_depth(self.settings, self._store, disk)
-            reader = make_reader(self.settings, self._store, disk, depth)
+            depth = measure_depth(self.settings, self._store, disk)
+            reader = make_reader(self.settings, self._store, disk, depth.n_reads)
             segments = open_segments(
-                self.rundir.shm_prefix, self._store, self._budget.slots, lambda: self.state is State.DRAINING
+                self.rundir.shm_prefix, self._store, self._plan.slots, lambda: self.state is State.DRAINING
             )
-            reader.keep_open(
-                self.role_lock.fileno()
-            )  # a successor gets the lock when no read of ours can land any more
-            reader.register_memory([(at, n * slots) for r in segments.regions for at, n, slots in r.arrays()])
-            self._built = _Built(disk, reader, depth, reason, segments)
+            # a successor gets the lock when no read of ours can land any more
+            reader.keep_open(self.role_lock.fileno())
+            reader.register_memory(segments.extent.spans())
+            self._built = _Built(disk, reader, depth, segments)
         except Exception as e:  # the process edge of this thread: the loop must learn of its end
             if disk is not None:
                 disk.close()
@@ -114,150 +116,109 @@ class PrefetchDaemon(Daemon):
         if isinstance(built, SparkleError):
             self.fail(built)
             return
-        self._disk, self._segments, reader, pool = built.disk, built.segments, built.reader, built.segments.pool
-        residency = Residency(self._store, pool, built.segments.regions, self._on_ready, self._on_failed)
-        self._reads = ReadQueue(
-            self._store, built.disk, reader, built.depth, self.settings.checksum_frac, residency.read_ended
+        serving = Serving(
+            self.settings, self.rundir, self._store, self._plan, built.disk, built.reader, built.depth, built.segments
         )
-        self._residency = residency
-        self._reader_name, self._depth = reader.name, built.depth
-        n_found = residency.start(self._reads)
+        self._serving = serving
+        serving.residency.on_ready, serving.residency.on_failed = self._on_ready, self._on_failed
+        n_found = serving.start()
+        pool = built.segments.pool
         pool.epoch = self.epoch
-        self._adopt_clients(pool)
         pool.complete()
-        self.watch(self._reads.event_fd, self._reads.reap)
-        self.every(DEATH_CHECK_S, self._bury_the_dead)
-        self.every(EXPIRY_S, residency.expire)
-        self.every(FILL_S, self._fill_background)
+        self.watch(serving.reads.event_fd, serving.reap)
+        self.every(DEATH_CHECK_S, serving.clients.bury_the_dead)
+        self.every(EXPIRY_S, serving.residency.expire)
+        self.every(PUMP_S, serving.look_around)
+        self.every(GOVERN_S, self._govern)
+        self.every(JUDGE_S, serving.judge)
+        self.every(config.PROFILE_S, serving.recorder.save)
+        depth = built.depth
         log.info(
             "io engine=%r direct_io=%r depth=%d (%s)",
-            reader.name,
+            serving.reader_name,
             built.disk.direct_io,
-            built.depth,
-            built.depth_reason,
+            depth.n_reads,
+            depth.reason,
         )
         how = f"adopted with {n_found} experts" if built.segments.is_adopted else "empty"
-        self.become(State.READY, f"pool of {pool.n_slots} slots, {how}")
-
-    def _adopt_clients(self, pool: _native.Pool) -> None:
-        """Clients of the predecessor keep their bits; those that died meanwhile are cleared by `_bury_the_dead`."""
-        for bit in range(_native.MAX_CLIENTS):
-            if name := pool.client_name(bit):
-                self._clients[name] = bit
+        self.become(State.READY, f"pool of {sum(built.segments.extent.in_force)} slots, {how}")
 
     def stop(self) -> None:
         if self._builder.is_alive():
             self._builder.join()  # allocation can't be interrupted; what it made must be removed below
         if isinstance(self._built, _Built):
-            self._disk, self._segments = self._built.disk, self._built.segments
-        if self._reads is not None:
-            self.unwatch(self._reads.event_fd)
-            self._reads.close()
-        self._reads = self._residency = None
-        if self._disk is not None:
-            self._disk.close()
-        if self._segments is not None:
-            self._segments.unlink()
+            self._built.disk.close()
+            self._built.segments.unlink()
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            self.unwatch(serving.reads.event_fd)
+            serving.stop()
 
     # --- clients ---------------------------------------------------------------------------------------------------
 
     def on_attach_pool(self, peer: bytes, message: AttachPool) -> None:
-        _, pool = self._serving()
-        if not INCARNATION.fullmatch(message.incarnation) or len(message.incarnation) > 47:
-            raise ProtocolError(f"AttachPool.incarnation {message.incarnation[:60]!r} is not <role>-<pid>-<hex time>")
-        if any(not 0 <= i < len(self._store.layers) for i in message.layers):
-            raise ProtocolError(f"AttachPool.layers: the store has layers 0 to {len(self._store.layers) - 1}")
-        if message.incarnation not in self._clients:
-            if lock_is_free(self._lock_path(message.incarnation)):
-                raise ProtocolError(f"AttachPool: nobody holds the lock {self._lock_path(message.incarnation)}")
-            self._clients[message.incarnation] = self._take_bit(pool, message.incarnation)
-            log.info("client_attached client=%s bit=%d", message.incarnation, self._clients[message.incarnation])
-        if not self._layers_used.issuperset(message.layers):
-            self._layers_used.update(message.layers)
-            self._fill = self._fill_order()
-        segment = self._segments.name if self._segments else ""
-        bit = self._clients[message.incarnation]
-        self.reply(peer, PoolAttached(message.incarnation, segment, bit, self.epoch))
-
-    def _take_bit(self, pool: _native.Pool, incarnation: str) -> int:
-        self._bury_the_dead()
-        free = set(range(_native.MAX_CLIENTS)) - set(self._clients.values())
-        if not free:
-            raise PoolError(f"the pool has {_native.MAX_CLIENTS} clients already; end one")
-        bit = min(free)
-        pool.reset_ring(bit)
-        self._last_event.pop(bit, None)
-        pool.set_client(bit, incarnation)
-        return bit
+        serving = self._in_service()
+        bit = serving.attach(message.incarnation, message.layers)
+        self.reply(peer, PoolAttached(message.incarnation, serving.segments.name, bit, self.epoch))
 
     def on_detach_pool(self, _peer: bytes, message: DetachPool) -> None:
-        if message.incarnation in self._clients:
-            self._forget(message.incarnation, "client_left")
-
-    def _bury_the_dead(self) -> None:
-        """Clear the bits of clients whose lock is free: only that proves a client dead, silence does not."""
-        for name in [n for n in self._clients if lock_is_free(self._lock_path(n))]:
-            self._forget(name, "client_died")
-            self._lock_path(name).unlink(missing_ok=True)
-
-    def _forget(self, incarnation: str, event: str) -> None:
-        residency, pool = self._serving()
-        bit = self._clients.pop(incarnation)
-        self._drain(bit)
-        self._last_answer.pop(bit, None)
-        n_held = residency.drop_client(incarnation, bit)
-        pool.set_client(bit, "")
-        log.info("%s client=%s slots_held=%d", event, incarnation, n_held)
-
-    def _lock_path(self, incarnation: str) -> Any:
-        return self.rundir.clients / f"{incarnation}.lock"
+        self._in_service().clients.forget(message.incarnation, "client_left")
 
     # --- experts ---------------------------------------------------------------------------------------------------
 
     def on_fetch_experts(self, peer: bytes, message: FetchExperts) -> None:
-        residency, _ = self._serving()
-        self._check(message)
-        self._drain(message.bit, message.ring_position)
-        layer, hits = self._last_event.get(message.bit, (-1, frozenset()))
-        if (running := residency.requests.get(message.request_id)) is not None:
+        serving = self._in_service()
+        self._check(serving, message)
+        for event in serving.clients.drain(message.bit, message.ring_position):
+            serving.observe(event)
+        if (running := serving.residency.requests.get(message.request_id)) is not None:
             running.peer = peer  # sent again; the answer goes where it was asked last
             return
-        answer = self._last_answer.get(message.bit)
+        answer = serving.clients.last_answer.get(message.bit)
         if answer is not None and answer.request_id == message.request_id:
             self.reply(peer, answer)  # a repeat that crossed it: a new grant could outlive the client's hold
             return
-        was_hit = hits if layer == message.layer else frozenset()
-        residency.fetch(Request(peer, message, time.monotonic() + message.deadline_ms / 1e3, was_hit))
-        if residency.has_queued:
+        serving.fetch(_request(peer, message, serving.clients.last_event.get(message.bit)))
+        if serving.residency.has_queued:
             self.after(QUEUE_RETRY_S, self._retry)
 
-    def _check(self, message: FetchExperts) -> None:
-        if self._clients.get(message.incarnation) != message.bit:
+    def _check(self, serving: Serving, message: FetchExperts) -> None:
+        if serving.clients.bit_of(message.incarnation) != message.bit:
             raise PeerError("FetchExperts from a client that is not attached; attach first")
-        if not 0 <= message.layer < len(self._store.layers):
-            raise ProtocolError(f"FetchExperts.layer {message.layer}: the store has {len(self._store.layers)} layers")
-        n_experts = self._store.layers[message.layer].n_experts
-        if not message.experts or any(not 0 <= e < n_experts for e in message.experts):
-            raise ProtocolError(f"FetchExperts.experts: need at least one, each from 0 to {n_experts - 1}")
-        if len(set(message.experts)) != len(message.experts):
-            raise ProtocolError("FetchExperts.experts: each expert may be named once")
+        layout = self._check_experts("FetchExperts", message.layer, message.experts)
         if message.ring_position < 0:
             raise ProtocolError(f"FetchExperts.ring_position {message.ring_position} is negative")
-        layout = self._store.layers[message.layer].layout
-        if len(message.experts) > self._budget.slots[layout]:
+        n_slots = serving.segments.extent.in_force[layout]
+        if len(message.experts) > n_slots:
             raise PoolError(
                 f"{len(message.experts)} experts of layer {message.layer} asked for at once, "
-                f"but the pool has {self._budget.slots[layout]} slots for them; raise SPARKLE_MEMORY"
+                f"but the pool has {n_slots} slots for them; raise SPARKLE_MEMORY"
             )
 
+    def _check_experts(self, kind: str, layer: int, experts: list[int]) -> int:
+        """Refuse what the store does not have; returns the layer's layout class."""
+        if not 0 <= layer < len(self._store.layers):
+            raise ProtocolError(f"{kind}.layer {layer}: the store has {len(self._store.layers)} layers")
+        n_experts = self._store.layers[layer].n_experts
+        if not experts or any(not 0 <= e < n_experts for e in experts):
+            raise ProtocolError(f"{kind}.experts: need at least one, each from 0 to {n_experts - 1}")
+        if len(set(experts)) != len(experts):
+            raise ProtocolError(f"{kind}.experts: each expert may be named once")
+        return self._store.layers[layer].layout
+
     def on_cancel_fetch(self, peer: bytes, message: CancelFetch) -> None:
-        residency, _ = self._serving()
-        if residency.cancel(message.request_id):
+        if self._in_service().residency.cancel(message.request_id):
             self.reply(peer, Error("cancelled", "fetch cancelled", request_id=message.request_id))
 
+    def on_hint_experts(self, _peer: bytes, message: HintExperts) -> None:
+        self._check_experts("HintExperts", message.layer, message.experts)
+        self._in_service().hint(message.predictor, message.layer, message.experts)
+
     def _on_ready(self, request: Request, slots: list[int]) -> None:
+        serving = self._in_service()
         answer = ExpertsReady(request.message.request_id, slots)
-        self._last_answer[request.message.bit] = answer
+        serving.clients.last_answer[request.message.bit] = answer
+        serving.meter.stalled(time.monotonic() - request.arrived)
         self.reply(request.peer, answer)
 
     def _on_failed(self, request: Request, error: SparkleError) -> None:
@@ -265,102 +226,66 @@ class PrefetchDaemon(Daemon):
         retryable = error.retryable and not isinstance(error, StorageError)
         self.reply(request.peer, Error(error.code, str(error), retryable, request.message.request_id))
 
-    # --- timers ----------------------------------------------------------------------------------------------------
-
-    def _drain(self, bit: int, limit: int = 2**63) -> None:
-        """Feed the policy what a client did, and remember its last event: (layer, experts that it found)."""
-        residency, pool = self._serving()
-        try:
-            events = pool.drain(bit, limit)
-        except RuntimeError as e:  # bytes of another process: they may mislead the policy, but end nothing
-            log.warning("ring_damaged bit=%d %s", bit, e)
-            pool.reset_ring(bit)
-            return
-        for _, event_layer, experts in events:
-            if not event_layer < len(self._store.layers):
-                log.warning("ring_damaged bit=%d event of layer %d, which does not exist", bit, event_layer)
-                continue
-            residency.used(event_layer, experts)
-            self._last_event[bit] = (event_layer, frozenset(e for e, is_hit in experts if is_hit))
-
     def _retry(self) -> None:
-        residency, _ = self._serving()
-        self._bury_the_dead()
-        residency.retry_queued()
-        if residency.has_queued:
+        serving = self._in_service()
+        serving.clients.bury_the_dead()
+        serving.residency.retry_queued()
+        if serving.residency.has_queued:
             self.after(QUEUE_RETRY_S, self._retry)
 
-    def _fill_background(self) -> None:
-        """Keep the disk busy with experts nobody asked for, as long as nobody asks and slots are empty."""
-        for bit in self._clients.values():
-            self._drain(bit)
-        if self.settings.background_fill == "off" or self._reads is None or self._residency is None:
-            return
-        while self._reads.is_idle and self._reads.n_background < budget.BACKGROUND_READS:
-            key = next(self._fill, None)
-            if key is None:
-                return
-            self._residency.fill(key)
+    # --- sparkle-ctl -----------------------------------------------------------------------------------------------
 
-    def _fill_order(self) -> Iterator[Key]:
-        layers = [layer for layer in self._store.layers if layer.index in self._layers_used]
-        for expert in range(max((layer.n_experts for layer in layers), default=0)):
-            for layer in layers:
-                if expert < layer.n_experts:
-                    yield layer.index, expert
+    def on_pin_experts(self, peer: bytes, message: PinExperts) -> None:
+        serving = self._in_service()
+        self._check_experts("PinExperts", message.layer, message.experts)
+        keys = [(message.layer, expert) for expert in message.experts]
+        n_pinnable = serving.pin(keys) if message.is_pinned else serving.unpin(keys)
+        self.reply(peer, PinState(message.request_id, len(serving.residency.pinned), n_pinnable))
 
-    def _serving(self) -> tuple[Residency, _native.Pool]:
-        if self._residency is None or self._segments is None:
+    def on_resize_pool(self, peer: bytes, message: ResizePool) -> None:
+        serving = self._in_service()
+
+        def done(detail: str) -> None:
+            extent = serving.segments.extent
+            self.reply(peer, PoolState(message.request_id, extent.n_bytes, sum(extent.in_force), detail))
+
+        serving.sizing.ask(message.size, done)
+        self._resize()
+
+    def _govern(self) -> None:
+        self._in_service().sizing.govern()
+        self._resize()
+
+    def _resize(self) -> None:
+        serving = self._in_service()
+        serving.resize()
+        if not serving.sizing.is_done:
+            self.after(RESIZE_S, self._resize)
+
+    def on_start_trace(self, peer: bytes, message: StartTrace) -> None:
+        self.reply(peer, self._in_service().start_trace(message.request_id, message.path))
+
+    def on_stop_trace(self, peer: bytes, message: StopTrace) -> None:
+        self.reply(peer, self._in_service().recorder.stop_trace(message.request_id))
+
+    def _in_service(self) -> Serving:
+        if self._serving is None:
             raise PeerError(f"the prefetch daemon is {self.state.value}: {self.detail}")
-        return self._residency, self._segments.pool
-
-    # --- telemetry -------------------------------------------------------------------------------------------------
+        return self._serving
 
     def metrics(self) -> dict[str, Any]:
-        out: dict[str, Any] = {
-            "model_name": self._store.name,
-            "experts_bytes": sum(
-                x.n_experts * self._store.classes[x.layout].record_bytes for x in self._store.layers if x.kind == "main"
-            ),
-            "n_experts": sum(x.n_experts for x in self._store.layers if x.index in self._layers_used),
-            "n_clients": len(self._clients),
-        }
-        if self._residency is None or self._segments is None or self._reads is None or self._disk is None:
-            return out
-        stats, counts = self._reads.stats, self._residency.counts
-        return out | {
-            "pool_bytes": sum(r.spec.n_bytes for r in self._segments.regions),
-            "n_regions": len(self._segments.regions),
-            "n_slots": self._segments.pool.n_slots,
-            "slots_used": self._residency.n_used,
-            "slots_loading": self._residency.n_loading,
-            "slots_held": self._segments.pool.n_held(),
-            "slots_pinned": 0,  # nothing is pinned: eviction may take any slot that is not held
-            "slots_side": self._residency.n_side,
-            **{name: counts[name] for name in _COUNTS},
-            "bytes_read": stats.bytes_read,
-            "bytes_read_demand": stats.bytes_read_demand,
-            "bytes_read_background": stats.bytes_read_background,
-            "read_busy_s": self._reads.busy_s,
-            "read_p50_ms": percentile(stats.latencies_ms, 0.5),
-            "read_p99_ms": percentile(stats.latencies_ms, 0.99),
-            "reads_retried": stats.reads_retried,
-            "records_quarantined": len(self._reads.quarantined),
-            "checksums_verified": stats.checksums_verified,
-            "io_engine": self._reader_name,
-            "direct_io": self._disk.direct_io,
-            "read_depth": self._depth,
-        }
+        experts_bytes = sum(
+            x.n_experts * self._store.layout_of(x.index).record_bytes for x in self._store.layers if x.kind == "main"
+        )
+        out: dict[str, Any] = {"model_name": self._store.name, "experts_bytes": experts_bytes, "n_clients": 0}
+        return out | (self._serving.metrics() if self._serving is not None else {})
 
 
-_COUNTS = (
-    "hits_resident",
-    "hits_in_flight",
-    "hits_late",
-    "misses",
-    "fetches",
-    "fetches_queued",
-    "fetches_failed",
-    "evictions",
-    "unplaced_experts",
-)
+def _request(peer: bytes, message: FetchExperts, event: Event | None) -> Request:
+    """`event`: what the client did last; a step's fetch follows its look-up of the same layer."""
+    deadline = time.monotonic() + message.deadline_ms / 1e3
+    if event is None or event.layer != message.layer:
+        return Request(peer, message, deadline)
+    was_hit = {e for e, is_hit in zip(event.experts, event.is_hit, strict=True) if is_hit}
+    in_use = {(event.layer, e) for e in event.experts}
+    return Request(peer, message, deadline, was_hit, in_use)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NOT_READY = 3  # exit code of `status` unless every daemon is ready
 MAX_WIDTH = 100  # longer lines are hard to read, however wide the terminal
-LAZY_GROUPS = {"models": "sparkle.cli.models"}
+LAZY_GROUPS = {"models": "sparkle.cli.models", "profile": "sparkle.cli.profile", "trace": "sparkle.cli.trace"}
 
 
 class _LazyGroup(click.Group):
