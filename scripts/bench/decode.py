@@ -67,12 +67,12 @@ def pipeline(store: Path, pool: str) -> Iterator[sparkle.Client]:
             process = subprocess.Popen([sys.executable, "-m", f"sparkled.{role}"], env=env)
             stack.callback(process.wait)
             stack.callback(process.terminate)
-        client = _connect(folder)
+        client = connect(folder)
         stack.callback(client.close)
         yield client
 
 
-def _connect(run_dir: str) -> sparkle.Client:
+def connect(run_dir: str) -> sparkle.Client:
     end = time.monotonic() + START_S
     while True:
         try:
@@ -117,8 +117,8 @@ def main() -> None:
         json.dumps(
             {
                 "bench": "decode",
-                "commit": _commit(),
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+                "commit": commit(),
+                "machine": machine(),
                 "device": str(mx.default_device()),
                 "model": args.checkpoint.name,
                 "tokens": args.tokens,
@@ -132,7 +132,11 @@ def main() -> None:
     )
 
 
-def _commit() -> str:
+def machine() -> str:
+    return f"{platform.machine()}, {os.cpu_count()} cores"
+
+
+def commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
 

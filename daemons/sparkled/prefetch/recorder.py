@@ -94,8 +94,8 @@ class Recorder:
         """Record from now on. Raises BadRequest if a trace is under way, ConfigError or StorageError for the file."""
         if self._trace is not None:
             raise BadRequest(f"a trace is being recorded to {self._trace.path}; stop it first (sparkle-ctl trace stop)")
-        if not Path(path).is_absolute():
-            raise BadRequest(f"StartTrace.path {path!r} is not absolute")
+        if not Path(path).is_absolute() or "\0" in path:
+            raise BadRequest(f"StartTrace.path {path!r} is not an absolute path")
         header = TraceHeader(
             model=self._store.name,
             fingerprint=self._store.fingerprint,

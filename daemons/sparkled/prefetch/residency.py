@@ -279,8 +279,7 @@ class Residency:
         """Read `key` in the background; False if there is no need, or no slot (an empty one, unless `may_evict`)."""
         layout = self._store.layers[key[0]].layout
         free = self._free[layout]
-        is_here = self._pool.lookup(*key) >= 0 or key in self._loading
-        if is_here or key in self._the_reads.quarantined or (source != FILL and self.side.is_full):
+        if not self.is_absent(key) or (source != FILL and self.side.is_full):
             return False
         slot = free.pop() if free else self._evict(layout, [], {key}) if may_evict else None
         if slot is None:
@@ -291,6 +290,10 @@ class Residency:
         self._read(key, slot, Cause.BACKGROUND)
         return True
 
+    def is_absent(self, key: Key) -> bool:
+        """Whether `key` could be read: it is neither here, nor on its way, nor damaged."""
+        return self._pool.lookup(*key) < 0 and key not in self._loading and key not in self._the_reads.quarantined
+
     # --- size ------------------------------------------------------------------------------------------------------
 
     def retire(self, slot: int) -> bool:
@@ -299,7 +302,6 @@ class Residency:
         if not self._pool.retire(slot):
             return False
         if owner is not None:
-            self.pinned.discard(owner)
             self._left(owner)
         else:
             free = self._free[self._region_of[slot].spec.layout]
@@ -341,6 +343,10 @@ class Residency:
     def resident(self, layout: int) -> list[Key]:
         """Keys of a class that have a slot, from the one that would be evicted first."""
         return list(self._policies[layout].victims())
+
+    def n_usable(self, layout: int) -> int:
+        """Slots of a class that are not retired."""
+        return len(self.resident(layout)) + len(self._free[layout])
 
     @property
     def n_free(self) -> int:

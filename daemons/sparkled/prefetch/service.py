@@ -266,7 +266,7 @@ class PrefetchDaemon(Daemon):
         self.reply(peer, self._in_service().start_trace(message.request_id, message.path))
 
     def on_stop_trace(self, peer: bytes, message: StopTrace) -> None:
-        self.reply(peer, self._in_service().recorder.stop_trace(message.request_id))
+        self.reply(peer, self._in_service().stop_trace(message.request_id))
 
     def _in_service(self) -> Serving:
         if self._serving is None:

@@ -98,6 +98,7 @@ class Serving:
         return n_found
 
     def stop(self) -> None:
+        self._catch_up()
         self.recorder.stop()
         self.reads.close()
         del self._reader
@@ -139,9 +140,12 @@ class Serving:
 
     def look_around(self) -> None:
         """Clients that find everything send no message: see what they did, and give the disk something to do."""
+        self._catch_up()
+        self._pump()
+
+    def _catch_up(self) -> None:
         for event in self.clients.drain_all():
             self.observe(event)
-        self._pump()
 
     def _on_token(self, seconds: float, stall_s: float) -> None:
         self.controller.on_token(seconds, stall_s)
@@ -168,8 +172,12 @@ class Serving:
                 if self.residency.fill(key, active, may_evict=True):
                     return True
         while self._pins:
-            key = self._pins.popleft()
-            if key in self.residency.pinned and self.residency.fill(key, FILL, may_evict=True):
+            key = self._pins[0]
+            is_wanted = key in self.residency.pinned and self.residency.is_absent(key)
+            if is_wanted and not self.residency.fill(key, FILL, may_evict=True):
+                break  # every slot is in use: it is tried again
+            self._pins.popleft()
+            if is_wanted:
                 return True
         if self._settings.background_fill == "off" or not self.residency.n_free:
             return False
@@ -187,10 +195,7 @@ class Serving:
                     yield layer.index, expert
 
     def pin(self, keys: Sequence[Key]) -> int:
-        """Keep experts in the pool, as many as may be; returns how many may be pinned in all.
-
-        Raises PoolError, with nothing changed, if that is too few.
-        """
+        """Keep experts in the pool, the first of them if not all may be; returns how many may be pinned in all."""
         wanted = self.residency.pinned | set(keys)
         n_pinnable = self._n_pinnable()
         for layout, limit in enumerate(n_pinnable):
@@ -220,13 +225,25 @@ class Serving:
     def _n_pinnable(self) -> list[int]:
         """Slots of each class beyond what a step needs at once: pins may take those."""
         floor = budget.floor_slots(self._store, self._plan.prefill_rows)
-        return [max(0, n - least) for n, least in zip(self.segments.extent.in_force, floor, strict=True)]
+        return [max(0, self.residency.n_usable(layout) - least) for layout, least in enumerate(floor)]
+
+    def _trim_pins(self) -> None:
+        """A smaller pool has fewer pins: those go that would be evicted first. What a lost slot had is read again."""
+        pinned = self.residency.pinned
+        for layout, limit in enumerate(self._n_pinnable()):
+            mine = {key for key in pinned if self._store.layers[key[0]].layout == layout}
+            here = [key for key in self.residency.resident(layout) if key in mine]
+            gone = sorted(mine.difference(here))
+            pinned.difference_update([*gone, *here][: max(0, len(mine) - limit)])
+            self._pins.extend(key for key in gone if key in pinned and key not in self._pins)
 
     # --- size ------------------------------------------------------------------------------------------------------
 
     def resize(self) -> None:
         before = list(self.segments.extent.in_force)
         self.sizing.step()
+        if self.segments.extent.in_force != before or not self.sizing.is_done:
+            self._trim_pins()
         if self.segments.extent.in_force != before:
             self.meter.resized()
             self._fill = self._fill_order()
@@ -249,7 +266,12 @@ class Serving:
     def start_trace(self, request_id: str, path: str) -> TraceState:
         classes = range(len(self._store.classes))
         resident = lambda: [key for layout in classes for key in self.residency.resident(layout)]  # noqa: E731
+        self._catch_up()  # what was used before is not part of it
         return self.recorder.start_trace(request_id, path, self.segments.extent.in_force, resident)
+
+    def stop_trace(self, request_id: str) -> TraceState:
+        self._catch_up()  # what was used until now is
+        return self.recorder.stop_trace(request_id)
 
     def metrics(self) -> dict[str, Any]:
         stats, counts, extent = self.reads.stats, self.residency.counts, self.segments.extent
