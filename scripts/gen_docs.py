@@ -26,8 +26,11 @@ from sparkle.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = [ROOT / "shared" / "README.md"]
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# A default that depends on the machine is described, not computed.
-DEFAULT_RUN_DIR = "`$XDG_RUNTIME_DIR/sparkle`, else `/tmp/sparkle-UID`"
+# Defaults that depend on the machine are described, not computed.
+DESCRIBED_DEFAULTS = {
+    "run_dir": "`$XDG_RUNTIME_DIR/sparkle`, else `/tmp/sparkle-UID`",
+    "state_dir": "`$XDG_STATE_HOME/sparkle`, else `~/.local/state/sparkle`",
+}
 
 
 def message_tables() -> str:
@@ -55,7 +58,7 @@ def message_row(cls: type[messages.Message]) -> str:
 
 
 def metric_table() -> str:
-    rows = (row(m.role, f"`{m.name}`", m.kind, m.unit, m.meaning) for m in telemetry.METRICS.values())
+    rows = (row(m.role, f"`{m.full_name}`", m.kind, m.unit, m.meaning) for m in telemetry.METRICS.values())
     return "\n".join(["| daemon | metric | kind | unit | meaning |\n|---|---|---|---|---|", *rows])
 
 
@@ -65,7 +68,7 @@ def setting_table() -> str:
         if f.name not in config.setting_names():
             continue
         default = f.metadata["default"]
-        shown = DEFAULT_RUN_DIR if callable(default) else f"`{default}`" if default else "none"
+        shown = DESCRIBED_DEFAULTS[f.name] if callable(default) else f"`{default}`" if default else "none"
         lines.append(row(f"`{f.name}`", f"`SPARKLE_{f.name.upper()}`", shown, f.metadata["doc"]))
     return "\n".join(lines)
 

@@ -157,7 +157,8 @@ def measure(store: Path, pool: str, variants: Mapping[str, Env], runs: int, n_to
 
 def row(variant: Variant, base: Variant) -> dict[str, object]:
     def middle(name: str) -> float:
-        return round(statistics.median(getattr(turn, name) for turn in variant.turns), 3)
+        values: list[float] = [getattr(turn, name) for turn in variant.turns]
+        return round(statistics.median(values), 3)
 
     rates = [turn.tok_s for turn in variant.turns]
     return {

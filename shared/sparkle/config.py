@@ -33,7 +33,7 @@ PROGRESS_S = 0.5  # interval of Progress messages
 RESIZE_DEADLINE_S = 20.0  # a resize of the pool is answered by then, done or not
 PROFILE_S = 20.0  # interval at which recorded usage is saved
 
-PREFETCH = ("auto", "off", "router", "transition", "token", "previous")  # sparkled.prefetch.predictors
+PREFETCH = ("auto", "off", "router", "token", "previous")  # sparkled/prefetch/forecasts.py
 
 
 def parse_size(text: str) -> int:

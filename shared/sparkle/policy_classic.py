@@ -9,13 +9,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from sparkle.policy_contract import Key, LayerShape
 from sparkle.trace import Event
 
-DECAY = 0.95  # per turn of a layer; scripts/bench/LOG.md#eviction
-PINNED_FRAC = 0.5  # of the slots; scripts/bench/LOG.md#eviction
+DECAY = 0.95  # per turn of a layer; scripts/bench/LOG.md#policies
+PINNED_FRAC = 0.5  # of the slots; scripts/bench/LOG.md#policies
 FIRST = 64  # victims that are put in order at first; hardly ever are more asked for
 
 
@@ -94,9 +93,7 @@ class Ranked:
 
     def __init__(self, layers: Sequence[LayerShape]) -> None:
         ends = np.cumsum([layer.n_experts for layer in layers])
-        self._rows = {
-            x.index: slice(int(end) - x.n_experts, int(end)) for x, end in zip(layers, ends, strict=True)
-        }
+        self._rows = {x.index: slice(int(end) - x.n_experts, int(end)) for x, end in zip(layers, ends, strict=True)}
         self._top_k = {x.index: x.top_k for x in layers}
         self._keys = [(x.index, expert) for x in layers for expert in range(x.n_experts)]
         self._score = np.zeros(len(self._keys))

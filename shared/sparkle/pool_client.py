@@ -1,8 +1,8 @@
 """A client of the expert pool: finds experts in shared memory, asks the prefetch daemon for those that are not there.
 
 Owns a DEALER to the prefetch daemon, one bit of the slot masks, one event ring, a lock file that proves the client
-alive, and the mapped regions. Sends AttachPool, FetchExperts, CancelFetch, HintExperts, DetachPool. Never writes to a region, and
-never returns a slot that does not hold what was asked for. Everything here is used by one thread.
+alive, and the mapped regions. Sends AttachPool, FetchExperts, CancelFetch, HintExperts, DetachPool. Never writes to a
+region, and never returns a slot that does not hold what was asked for. Everything here is used by one thread.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ class PoolClient:
                     raise Cancelled("cancelled while waiting for experts")
                 raise UnplacedExpert(
                     f"{len(fetch.experts)} experts of layer {fetch.layer} were not placed within "
-                    f"{config.FETCH_DEADLINE_S:.0f} s: the disk is too slow, the pool too small, or the prefetch daemon "
-                    "is down (sparkle-ctl status)"
+                    f"{config.FETCH_DEADLINE_S:.0f} s: the disk is too slow, the pool too small, or the prefetch "
+                    "daemon is down (sparkle-ctl status)"
                 )
             if now >= fetch.resend_at:  # silence: the daemon may have been restarted, and a new one does not know us
                 self._greet()
@@ -234,7 +234,7 @@ class PoolClient:
         self.native.release(slots)
 
     def hint(self, layer: int, experts: Sequence[int], predictor: str) -> None:
-        """Tell the daemon what will be needed soon, the likeliest first. Nothing is waited for, and nothing promised."""
+        """Tell the daemon what will be needed soon, the likeliest first. Nothing is waited for, nothing promised."""
         self._send(HintExperts(self.incarnation, layer, list(experts), predictor))
 
     def _next_id(self) -> str:

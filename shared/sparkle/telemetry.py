@@ -1,7 +1,8 @@
 """Every metric, declared once: name, unit, kind and meaning; `sparkle-ctl status` and the docs are made from it.
 
 Counters only grow; gauges say what is true now; ratios are derived by the reader. A daemon reports its metrics by these
-names in `Status.metrics`; `check` refuses names that are not declared here.
+names in `Status.metrics`; `check` refuses names that are not declared here. A metric with labels, such as
+`predicted_bytes{source,outcome}`, has a value for each combination of theirs: maps in maps, the first label outermost.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ class Metric:
     kind: str  # counter, gauge or text
     unit: str
     meaning: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        return self.name + ("{" + ",".join(self.labels) + "}" if self.labels else "")
 
 
 _TABLE = """
@@ -46,7 +52,7 @@ prefetch fetches_failed         counter  items   FetchExperts that ended in an e
 prefetch bytes_read             counter  bytes   bytes read from the store
 prefetch bytes_read_demand      counter  bytes   of these, because a client asked
 prefetch bytes_read_background  counter  bytes   of these, into the side region
-prefetch predicted_bytes{source,outcome} counter bytes read ahead by who wanted it (fill: empty slots): issued, then used, late (asked for while read) or wasted
+prefetch predicted_bytes{source,outcome} counter bytes read ahead for a predictor or fill: issued, used, late or wasted
 prefetch read_busy_s            counter  s       time with at least one read under way
 prefetch read_p50_ms            gauge    ms      median time of the last 512 demand reads
 prefetch read_p99_ms            gauge    ms      99th percentile of the last 512 demand reads
@@ -107,8 +113,13 @@ front    compute_state          text     -       state of the compute daemon as 
 
 
 def _parse() -> dict[tuple[str, str], Metric]:
-    rows = (line.split(None, 4) for line in _TABLE.strip().splitlines())
-    return {(r[0], r[1].partition("{")[0]): Metric(*r) for r in rows}
+    found = {}
+    for line in _TABLE.strip().splitlines():
+        role, full_name, kind, unit, meaning = line.split(None, 4)
+        name, _, inner = full_name.removesuffix("}").partition("{")
+        labels = tuple(inner.split(",")) if inner else ()
+        found[role, name] = Metric(role, name, kind, unit, meaning, labels)
+    return found
 
 
 METRICS: Mapping[tuple[str, str], Metric] = _parse()

@@ -89,9 +89,7 @@ def test_hinted_experts_are_there_when_they_are_asked_for(
     assert account(prefetch, store)["issued"] == 2
 
 
-def test_an_expert_asked_for_while_it_is_read_is_late(
-    prefetch: DaemonProcess, store: Store, user: PoolUser
-) -> None:
+def test_an_expert_asked_for_while_it_is_read_is_late(prefetch: DaemonProcess, store: Store, user: PoolUser) -> None:
     """Who comes first is a matter of microseconds: try until the request does."""
     n_hinted = n_used = 0
     while not (seen := account(prefetch, store)).get("late"):
@@ -117,9 +115,7 @@ def test_a_forecast_that_did_not_come_true_is_wasted_once_evicted(
     assert prefetch.status().metrics["slots_side"] == 0
 
 
-def test_bytes_add_up_whatever_is_forecast_and_used(
-    prefetch: DaemonProcess, store: Store, user: PoolUser
-) -> None:
+def test_bytes_add_up_whatever_is_forecast_and_used(prefetch: DaemonProcess, store: Store, user: PoolUser) -> None:
     rng, n_used = random.Random(0), 0
     for _ in range(40):
         for layer in range(N_LAYERS):
@@ -203,9 +199,7 @@ def test_hints_of_predictors_that_are_not_active_are_passed_over(
 
 
 @pytest.mark.parametrize(("mode", "wants_hints"), [("off", False), ("token", False), ("router", True)])
-def test_clients_see_whether_hints_are_of_use(
-    store: Store, short_dir: Path, mode: str, wants_hints: bool
-) -> None:
+def test_clients_see_whether_hints_are_of_use(store: Store, short_dir: Path, mode: str, wants_hints: bool) -> None:
     with (
         spawn("prefetch", short_dir, pool_settings(store, N_SLOTS, PREFETCH=mode)) as daemon,
         PoolUser(short_dir, store) as user,
@@ -232,7 +226,7 @@ def routing_of_two(token: int, layer: int) -> list[int]:
 
 
 def hits(store: Store, run_dir: Path, predictor: str, routing: Callable[[int, int], list[int]]) -> int:
-    """Decode a few tokens, each layer's experts when the daemon has nothing left to read; returns how many were hits."""
+    """Decode a few tokens, each layer's set when the daemon has nothing left to read; return how many were hits."""
     with (
         spawn("prefetch", run_dir, pool_settings(store, CYCLE_SLOTS, PREFETCH=predictor)) as daemon,
         PoolUser(run_dir, store) as user,

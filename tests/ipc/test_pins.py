@@ -188,9 +188,7 @@ def test_a_share_of_the_pool_is_pinned_to_the_experts_used_most_so_far(
                 for layer, expert in hottest[: len(hottest) - i]:
                     user.use(layer, [expert])
         first.terminate()
-    with spawn(
-        "prefetch", short_dir, pool_settings(store, N_SLOTS, PROFILE="on", PIN_FRACTION=fraction)
-    ) as second:
+    with spawn("prefetch", short_dir, pool_settings(store, N_SLOTS, PROFILE="on", PIN_FRACTION=fraction)) as second:
         second.wait_for_state("ready", slots_used=n_pinned, slots_pinned=n_pinned, slots_loading=0)
         assert resident(second, store) == set(hottest[:n_pinned])
         with PoolUser(short_dir, store) as user:

@@ -179,7 +179,10 @@ def test_less_than_a_step_needs_is_refused_with_the_arithmetic(prefetch: DaemonP
     record_bytes = store.classes[0].record_bytes
     with PoolUser(prefetch.run_dir.path, store) as user:
         for size, text in (
-            (str(int(size_of(store, FLOOR)) - 1), f"a prefill step of theirs needs {FLOOR * record_bytes / 1e3:.0f} kB"),
+            (
+                str(int(size_of(store, FLOOR)) - 1),
+                f"step of theirs needs {FLOOR * record_bytes / 1e3:.0f} kB",
+            ),
             (str(record_bytes), f"cannot hold one step, which needs {(TOP_K + 2) * record_bytes / 1e3:.0f} kB ("),
         ):
             error = ask_size(prefetch, size)

@@ -29,9 +29,10 @@ pytestmark = pytest.mark.ipc
 Up = Callable[..., FakeDaemon]
 METRICS: dict[str, dict[str, Any]] = {
     "prefetch": {
-        **{name: 3 for role, name in telemetry.METRICS if role == "prefetch"},
+        **{name: 3 for role, name in telemetry.METRICS if role == "prefetch" and name != "is_recording"},
         "model_name": "qwen3-next-80b-a3b",
         "pool_bytes": 24_000_000_000,
+        "pool_target_bytes": 24_000_000_000,
         "experts_bytes": 96_000_000_000,
         "n_slots": 100,
         "n_experts": 400,
@@ -50,6 +51,25 @@ METRICS: dict[str, dict[str, Any]] = {
         "fetches_failed": 0,
         "io_engine": "io_uring, registered buffers",
         "direct_io": "on",
+        "policy": "lru",
+        "tokens": 1_000,
+        "judged_tokens": 200,
+        "judged_bytes_read": 6_000_000_000,
+        "judged_bytes_belady": 4_000_000_000,
+        "judged_token_s": 10.0,
+        "judged_stall_s": 4.0,
+        "disk_bytes_per_s": 3_000_000_000,
+        "prefetch_active": "off",
+        "prefetch_reason": "off: router not worth it (+1.2% ± 0.8% time per token against off, 12 pairs)",
+        "predicted_bytes": {
+            "fill": {"issued": 9e9, "used": 8e9, "late": 0, "wasted": 0},
+            "token": {"issued": 5e9, "used": 0, "late": 0, "wasted": 5e9},
+            "router": {"issued": 2e9, "used": 1e9, "late": 3e8, "wasted": 7e8},
+        },
+        "memory_available_bytes": 20_000_000_000,
+        "memory_pressure_frac": 0.0,
+        "governor_reason": "full size: 20.0 GB of 64.0 GB available (machine)",
+        "profile_tokens": 12_345,
     },
     "compute": {"device": "cpu float32", "decode_tps": 12.34, "ttft_p50_ms": 350.0, "unplaced_experts": 0},
     "front": {"n_clients": 2, "n_sessions": 3, "n_busy": 1, "chats": 17},
@@ -95,12 +115,75 @@ def test_all_ready(up: Up) -> None:
     assert re.search(rf"prefetch +● ready +pid {os.getpid()} +up 1 h 2 min +1.2 GB *\n", screen)
     assert "24.0 GB         25.0 % of the experts · 3 regions" in row(screen, "size")
     assert "95.0 %" in row(screen, "hits") and "900 resident · 30 in flight · 20 late" in row(screen, "hits")
-    assert "50" in row(screen, "misses")
+    assert "50" in row(screen, "misses") and "3 regretted within 8 tokens · 3 evictions" in row(screen, "misses")
     assert "3.0 GB/s" in row(screen, "reads") and "30.0 GB · p50 3.00 ms" in row(screen, "reads")
     assert "io_uring, registered buffers · direct I/O on" in screen
     assert "12.3 tok/s" in row(screen, "speed") and "first token 350 ms" in row(screen, "speed")
     assert "3 sessions · 1 busy" in row(screen, "clients")
+    assert "20.0 GB left    full size: 20.0 GB of 64.0 GB available (machine)" in row(screen, "memory")
+    assert "12,345" in row(screen, "profile")
     assert "trouble" not in screen
+    assert "asked for" not in screen and "trace" not in screen
+
+
+def pool_screen(up: Up, **metrics: Any) -> str:
+    up("prefetch", metrics={**METRICS["prefetch"], **metrics})
+    return ask()[1]
+
+
+def test_decoding_is_judged_by_the_optimum_and_by_its_waiting(up: Up) -> None:
+    """10 s for 200 tokens, of these 4 s waiting; the optimum's 4 GB take 1.3 s, so 6 s of computing is the bound."""
+    screen = pool_screen(up)
+    assert "1.50 x          the bytes that the optimum reads · η 60.0 %" in row(screen, "R_B")
+    assert "20 ms           per token · 40.0 % of the time · last 200 decoded" in row(screen, "stall")
+
+
+def test_a_slow_disk_bounds_the_optimum(up: Up) -> None:
+    assert "η 80.0 %" in row(pool_screen(up, disk_bytes_per_s=500_000_000), "R_B")
+
+
+def test_no_ratio_without_a_judgement_or_an_optimum(up: Up) -> None:
+    daemon = up("prefetch", metrics={**METRICS["prefetch"], "judged_bytes_belady": 0})
+    assert re.search(r"R_B +– +the optimum reads nothing · η 60.0 %", row(ask()[1], "R_B"))
+    daemon.metrics = {**METRICS["prefetch"], "judged_tokens": 0}
+    screen = ask()[1]
+    assert re.search(r"R_B +– +nothing judged yet", row(screen, "R_B"))
+    assert "stall " not in screen
+
+
+def test_what_prefetching_decided_and_what_came_of_it(up: Up) -> None:
+    daemon = up("prefetch")
+    screen = ask()[1]
+    assert "off             router not worth it (+1.2% ± 0.8% time per token" in row(screen, "forecasts")
+    assert "2.0 GB read     router: 1.0 GB used · 300 MB late · 700 MB wasted" in screen
+    assert "fill" not in screen
+    daemon.metrics = {**METRICS["prefetch"], "prefetch_active": "token", "prefetch_reason": "set to token"}
+    screen = ask()[1]
+    assert "token           set to token" in row(screen, "forecasts")
+    assert "5.0 GB read     token: 0 B used · 0 B late · 5.0 GB wasted" in screen
+
+
+def test_a_pool_smaller_than_asked_for(up: Up) -> None:
+    why = "short of memory: 1.0 GB of 64.0 GB available (control group /user.slice/user-1000.slice), 3.0 GB to be kept"
+    screen = pool_screen(up, pool_target_bytes=30_000_000_000, governor_reason=why, memory_pressure_frac=0.12)
+    assert re.search(r"\n +of 30.0 GB +asked for; memory says why", screen)
+    assert "pressure 12 % · short of memory" in row(screen, "memory")
+    assert why in " ".join(screen.split())
+
+
+def test_a_recording_is_mentioned(up: Up) -> None:
+    assert "recording       ends with: sparkle-ctl trace stop" in row(pool_screen(up, is_recording=1), "trace")
+
+
+def test_an_idle_system_is_a_short_screen(up: Up) -> None:
+    idle = {"model_name": "tiny", "pool_bytes": 4e6, "n_slots": 10, "n_experts": 40, "prefetch_active": "off"}
+    up("prefetch", metrics={**idle, "prefetch_reason": "nothing tried yet", "predicted_bytes": {}, "tokens": 3})
+    up("compute", metrics={"model_type": "qwen3_next", "device": "cpu"})
+    up("front", metrics={"n_clients": 0})
+    screen = ask()[1]
+    labels = " ".join(" ".join(line[:10] for line in screen.splitlines()[6:]).split())
+    assert labels == ("Pool size slots reads unplaced Compute requests tokens unplaced Front clients chats")
+    assert "none yet" in row(screen, "reads")
 
 
 def test_the_bar_is_to_scale(up: Up) -> None:
@@ -173,11 +256,15 @@ def test_answers_that_are_no_status(up: Up, reply: Any) -> None:
 
 def test_metrics_of_another_version(up: Up) -> None:
     """Names it does not know and values of other types must not break the screen."""
-    up("prefetch", metrics={"n_slots": "many", "model_name": 5, "hits_resident": None, "from_the_future": [1]})
-    up("compute", metrics={"decode_tps": 1e300, "output_tokens": -5, "stall_s": True})
-    code, screen = ask()
-    assert code == 3
-    assert "Pool" in screen and "Compute" in screen
+    daemon = up("prefetch", metrics={"n_slots": "many", "model_name": 5, "hits_resident": None, "from_the_future": [1]})
+    up("compute", metrics={"decode_tps": 1e300, "output_tokens": -5, "stall_s": True, "n_active": float("nan")})
+    up("front", metrics={"n_clients": float("inf")})
+    screen = ask()[1]
+    assert "Pool" in screen and "Compute" in screen and "Front" in screen
+    predicted: list[Any] = [5, {"router": 5}, {"router": {"issued": "many"}}, {"router": {"used": [1]}}]
+    for value in predicted:
+        daemon.metrics = {"tokens": 99, "predicted_bytes": value, "judged_tokens": 1, "judged_token_s": float("nan")}
+        assert "Pool" in ask()[1]
 
 
 def test_json(up: Up) -> None:

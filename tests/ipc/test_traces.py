@@ -266,9 +266,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(prefetch: DaemonProcess, st
     refused = ask(prefetch, StopTrace("5"))
     assert isinstance(refused, Error)
     assert refused.code == "bad_request"
-    resource.prlimit(
-        prefetch.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    )
+    resource.prlimit(prefetch.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     start(prefetch, tmp_path / "after.trace")
     stop(prefetch)
 

@@ -78,7 +78,8 @@ def slow_down(client: PoolClient, seed: int) -> list[tuple[int, int]]:
         pause.wait(rng.uniform(0, MAX_DELAY_S))
         return wait(fetch, should_abort)
 
-    client.look_up, client.wait = counting_look_up, slow_wait  # type: ignore[method-assign]
+    client.look_up = counting_look_up  # type: ignore[method-assign,assignment]
+    client.wait = slow_wait  # type: ignore[method-assign,assignment]
     return splits
 
 

@@ -24,8 +24,9 @@ def test_nothing_is_left_out() -> None:
     text = gen_docs.updated(gen_docs.TARGETS[0])[1]
     for kind in KINDS:
         assert f"| `{kind}` |" in text
-    for _, name in METRICS:
-        assert f"| `{name}` |" in text
+    for metric in METRICS.values():
+        assert f"| `{metric.full_name}` |" in text
+    assert "| `predicted_bytes{source,outcome}` |" in text
 
 
 def test_an_unknown_block_is_an_error(tmp_path: Path) -> None:

@@ -183,9 +183,7 @@ class StreamedExperts(nn.Module):  # type: ignore[misc]  # mlx is untyped
         output = mx.concatenate([first, second])[mx.array(order)]
         return output.reshape(*compact.shape, output.shape[-1])
 
-    def _compute(
-        self, x: mx.array, slots: NDArray[np.int64], local: Indices, *args: Any, **kwargs: Any
-    ) -> mx.array:
+    def _compute(self, x: mx.array, slots: NDArray[np.int64], local: Indices, *args: Any, **kwargs: Any) -> mx.array:
         """Run the switch over the experts in held `slots`, named by `local` (…, top_k). Returns (…, top_k, hidden)."""
         pieces, place = self._source.take(self._layer, slots)
         for (projection, name), array in zip(self._targets, pieces, strict=True):

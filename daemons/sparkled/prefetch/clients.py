@@ -27,9 +27,7 @@ EVERYTHING = 2**63
 class Clients:
     """`on_gone(incarnation, bit)` gives back what a client held, and returns how many slots that were."""
 
-    def __init__(
-        self, rundir: RunDir, store: Store, pool: _native.Pool, on_gone: Callable[[str, int], int]
-    ) -> None:
+    def __init__(self, rundir: RunDir, store: Store, pool: _native.Pool, on_gone: Callable[[str, int], int]) -> None:
         """Clients of a predecessor keep their bits; those that died meanwhile are found by `bury_the_dead`."""
         self._rundir = rundir
         self._store = store

@@ -61,8 +61,14 @@ class Extent:
         for region, first, last in self._parts(layout, begin, end):
             region.reserve(first, last)
         self.in_force[layout] = end
-        # from further below: what a shrinking that was called off has retired still has its memory
-        return self._restore(self._numbers(layout, max(0, begin - self._n_per_step(layout)), end))
+        return self._restore(self._numbers(layout, begin, end))
+
+    def restore(self, layout: int, target: int) -> list[int]:
+        """Put slots below `target` to use again that a shrinking has retired and then was called off.
+
+        They have their memory yet: it is given back for a whole step at once, after which they are not in force.
+        """
+        return self._restore(self._numbers(layout, 0, min(target, self.in_force[layout])))
 
     def _restore(self, slots: Sequence[int]) -> list[int]:
         retired = [slot for slot in slots if self._pool.state(slot) == _native.RETIRED]

@@ -62,9 +62,7 @@ class Forecasts:
     def _forecast(self, event: Event) -> None:
         if self.active not in ("token", "previous"):
             return
-        memory, name = (
-            (self._by_token, event.token) if self.active == "token" else (self._by_stream, event.stream)
-        )
+        memory, name = (self._by_token, event.token) if self.active == "token" else (self._by_stream, event.stream)
         for layer in self._next_layers(event.layer)[:LAYERS_AHEAD]:
             self.hint(self.active, layer, memory.recall(name, layer))
 

@@ -39,7 +39,13 @@ class Recorder:
             if self._profile.restore(self._path):
                 log.info("profile_restored path=%s tokens=%d", self._path, self._profile.n_tokens)
         except SparkleError as e:
-            log.warning("profile_not_used %s moved_to=%s", e, set_aside(self._path))
+            log.warning("profile_not_used %s moved_to=%s", e, self._set_aside())
+
+    def _set_aside(self) -> Path | str | None:
+        try:
+            return set_aside(self._path)
+        except StorageError as e:  # a folder that lets nothing go takes nothing either: `save` will say so
+            return f"nowhere ({e})"
 
     # --- usage -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Which expert is in which slot: placing sets, choosing victims, granting slots to clients.
 
 Owns the control segment's evictor side, the policy of each layout class, free slots, pins and pending requests. Asks
-the read queue for records. Single-threaded: it is the only evictor, so between two of its steps nothing leaves the pool.
+the read queue for records. Single-threaded: it is the only evictor, between two of its steps nothing leaves the pool.
 
 INVARIANT: a request's set is placed whole or waits; a request that waits has no grants (two clients can't deadlock).
 INVARIANT: a slot is published only after its record was read and checked; else it becomes EMPTY.

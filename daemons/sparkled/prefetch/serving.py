@@ -69,9 +69,7 @@ class Serving:
             policy.seed(self.recorder.usage())
         side_limit = min(int(SIDE_FRAC * sum(plan.slots)), 2 * max(x.top_k for x in store.layers))
         self.residency = Residency(store, segments.pool, segments.regions, policies, side_limit)
-        self.reads = ReadQueue(
-            store, disk, reader, depth.n_reads, settings.checksum_frac, self.residency.read_ended
-        )
+        self.reads = ReadQueue(store, disk, reader, depth.n_reads, settings.checksum_frac, self.residency.read_ended)
         self.clients = Clients(rundir, store, segments.pool, self._client_gone)
         self.forecasts = Forecasts(self.clients.layers_after)
         self.controller = Controller(settings.prefetch, PREDICTORS)

@@ -19,7 +19,7 @@ OUTCOMES = ("issued", "used", "late", "wasted")
 
 
 class SideRegion:
-    """`limit`: most slots that forecasts may occupy before they are used; so a bad predictor costs no more than that."""
+    """`limit`: most slots that forecasts may occupy before their turn: a bad predictor costs no more than that."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -58,9 +58,7 @@ class Sizing:
         self._watch = MemoryWatch()
         self.reading = self._watch.read()
         slots_bytes = sum(size for n, size in zip(plan.slots, self._sizes, strict=True) if n)
-        self.governor = Governor(
-            max(self._bytes(plan.slots), extent.n_bytes), self._bytes(self._floor), slots_bytes
-        )
+        self.governor = Governor(max(self._bytes(plan.slots), extent.n_bytes), self._bytes(self._floor), slots_bytes)
         self.counts: Counter[str] = Counter()
 
     def ask(self, text: str, done: Callable[[str], None]) -> None:
@@ -69,7 +67,9 @@ class Sizing:
         Raises ConfigError for what is no size, or too small.
         """
         try:
-            n_bytes = budget.pool_bytes(config.pool_text(text.strip()), self._store) if text.strip() else 0
+            size = config.pool_text(text.strip())
+            asked_bytes = config.parse_size(size) if size and not size.endswith("%") else 0
+            n_bytes = budget.pool_bytes(size, self._store) if size else 0
         except ValueError as e:
             raise ConfigError(f"a pool of {text!r}: expected {e}") from None
         slots = list(budget.slots_for(self._store, n_bytes, f"a pool of {gb(n_bytes)}"))
@@ -85,8 +85,10 @@ class Sizing:
         if n_bytes > max(room, self._extent.n_bytes):
             detail = f"{gb(n_bytes)} does not fit now: {gb(self.reading.available_bytes)} left ({self.reading.where})"
             slots = self._slots(max(room, self._extent.n_bytes))
+        elif n_bytes < asked_bytes:
+            detail = f"all experts are {gb(n_bytes)}: a larger pool would have no use"
         self.governor.set_target(self._bytes(slots))
-        self._target = slots
+        self._change_target(slots)
         self._asked.append(_Asked(done, detail, time.monotonic() + config.RESIZE_DEADLINE_S))
         log.info("pool_resize asked=%r target=%d", text, self._bytes(slots))
 
@@ -103,7 +105,7 @@ class Sizing:
             kind = "pool_shrinks" if self._bytes(slots) < self._extent.n_bytes else "pool_grows"
             self.counts[kind] += 1
             log.info("%s to=%d reason=%r", kind, self._bytes(slots), self.governor.reason)
-        self._target = slots
+        self._change_target(slots)
 
     def step(self) -> None:
         """Go a part of the way to the target; call often."""
@@ -124,6 +126,11 @@ class Sizing:
         for asked in [a for a in self._asked if now > a.deadline]:
             self._asked.remove(asked)
             asked.done("not there yet: the last slots are in use, it goes on")
+
+    def _change_target(self, slots: list[int]) -> None:
+        self._target = slots
+        for layout, target in enumerate(slots):
+            self._residency.add_slots(self._extent.restore(layout, target))
 
     @property
     def is_done(self) -> bool:

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
 NOT_READY = 3  # exit code of `status` unless every daemon is ready
 MAX_WIDTH = 100  # longer lines are hard to read, however wide the terminal
-LAZY_GROUPS = {"models": "sparkle.cli.models", "profile": "sparkle.cli.profile", "trace": "sparkle.cli.trace"}
+LAZY_GROUPS = {
+    "models": "sparkle.cli.models",
+    "pin": "sparkle.cli.pool",
+    "pool": "sparkle.cli.pool",
+    "profile": "sparkle.cli.profile",
+    "trace": "sparkle.cli.trace",
+    "unpin": "sparkle.cli.pool",
+}
 
 
 class _LazyGroup(click.Group):
@@ -94,6 +101,21 @@ def status(ctx: click.Context, as_json: bool, interval_s: float | None) -> int:
     statuses = gather(rundir)
     _show(statuses, rundir, as_json)
     return 0 if all_ready(statuses) else NOT_READY
+
+
+@command.command()
+@run_dir_option
+@click.pass_context
+def metrics(ctx: click.Context) -> None:
+    """Print the metrics of all daemons for Prometheus.
+
+    A daemon that is down shows as sparkle_up 0; that is no error of this command.
+    """
+    from sparkle.cli.status import gather
+    from sparkle.prometheus import prometheus
+    from sparkle.rundir import RunDir
+
+    click.echo(prometheus(gather(RunDir(_settings(ctx).run_dir))), nl=False)
 
 
 @command.command(name="config")

@@ -6,6 +6,7 @@ Never talks to a daemon.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +23,7 @@ LABEL_WIDTH = 11
 VALUE_WIDTH = 14
 BAR_WIDTH = WIDTH - LABEL_WIDTH - VALUE_WIDTH - 2 - 1  # the columns' gap, and a free last column
 STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow"}  # any other state is red
+FEW_TOKENS = 16  # fewer say nothing: the compute daemon tries itself with some when it starts
 DOT = " · "
 
 
@@ -45,7 +47,7 @@ class _Metrics:
 
     def number(self, name: str) -> float:
         value = self._get(name)
-        return value if isinstance(value, int | float) else 0.0
+        return value if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
     def count(self, name: str) -> str:
         return format_count(self.number(name))
@@ -56,6 +58,16 @@ class _Metrics:
     def text(self, name: str) -> str:
         value = self._get(name)
         return value if isinstance(value, str) and value else "?"
+
+    def nested(self, name: str) -> dict[str, dict[str, float]]:
+        """The numbers of a metric with two labels."""
+        value = self._get(name)
+        outer = value if isinstance(value, Mapping) else {}
+        return {
+            key: {k: n for k, n in inner.items() if isinstance(n, int | float) and math.isfinite(n)}
+            for key, inner in outer.items()
+            if isinstance(inner, Mapping)
+        }
 
     def _get(self, name: str) -> object:
         if (self._role, name) not in METRICS:
@@ -103,38 +115,114 @@ def _daemons(statuses: Mapping[str, DaemonStatus]) -> RenderableType:
 
 
 def _pool(m: _Metrics) -> RenderableType:
+    """Rows that have nothing to say yet are left out, here and below: a fresh start is a short screen."""
     share = _share(m.number("n_slots"), m.number("n_experts"))
     table = _section("Pool", m.text("model_name"))
     table.add_row(
-        "size", format_bytes(m.number("pool_bytes")), f"{share} of the experts{DOT}{m.items('n_regions', 'region')}"
+        "size",
+        format_bytes(m.number("pool_bytes")),
+        f"{share} of the experts{DOT}{m.items('n_regions', 'region')}{DOT}policy {m.text('policy')}",
     )
+    target = format_bytes(m.number("pool_target_bytes"))
+    if m.number("pool_bytes") < m.number("pool_target_bytes") and target != format_bytes(m.number("pool_bytes")):
+        table.add_row("", f"of {target}", Text("asked for; memory says why", "yellow"))
     table.add_row("slots", f"{m.count('slots_used')} used", _slot_bar(m))
     table.add_row("", f"of {m.count('n_slots')}", _slot_legend(m))
     hits = {kind: "hits_" + kind.replace(" ", "_") for kind in ("resident", "in flight", "late")}
     n_hits = sum(m.number(name) for name in hits.values())
-    split = DOT.join(f"{m.count(name)} {kind}" for kind, name in hits.items())
-    table.add_row("hits", _share(n_hits, n_hits + m.number("misses")), split)
-    table.add_row("misses", m.count("misses"), m.items("evictions", "eviction"))
-    busy_s = m.number("read_busy_s")
-    table.add_row(
-        "reads",
-        format_bytes(m.number("bytes_read") / busy_s) + "/s" if busy_s else "none yet",
-        f"{format_bytes(m.number('bytes_read'))}{DOT}p50 {format_ms(m.number('read_p50_ms'))}{DOT}"
-        f"p99 {format_ms(m.number('read_p99_ms'))}{DOT}depth {m.count('read_depth')}",
-    )
-    table.add_row("", "", f"{m.text('io_engine')}{DOT}direct I/O {m.text('direct_io')}")
+    if n_hits + m.number("misses"):
+        split = DOT.join(f"{m.count(name)} {kind}" for kind, name in hits.items())
+        table.add_row("hits", _share(n_hits, n_hits + m.number("misses")), split)
+        evictions = m.items("evictions", "eviction")
+        table.add_row("misses", m.count("misses"), f"{m.count('regrets')} regretted within 8 tokens{DOT}{evictions}")
+    _reads(table, m)
     _unplaced(table, m)
+    if m.number("tokens") >= FEW_TOKENS:
+        _judgement(table, m)
+        _prefetch(table, m)
+    _memory(table, m)
+    if m.number("profile_tokens"):
+        table.add_row("profile", m.count("profile_tokens"), "tokens of usage recorded")
+    if m.number("is_recording"):
+        table.add_row("trace", Text("recording", "yellow"), "ends with: sparkle-ctl trace stop")
     _failures(table, m, {"fetches_failed": "fetches failed", "records_quarantined": "records quarantined"})
     return table
 
 
+def _reads(table: Table, m: _Metrics) -> None:
+    engine = f"{m.text('io_engine')}{DOT}direct I/O {m.text('direct_io')}"
+    busy_s = m.number("read_busy_s")
+    if not busy_s:
+        table.add_row("reads", "none yet", engine)
+        return
+    parts = [format_bytes(m.number("bytes_read"))]
+    if m.number("read_p50_ms"):  # of what clients asked for; empty slots may be filled before anybody asks
+        parts += [f"p50 {format_ms(m.number('read_p50_ms'))}", f"p99 {format_ms(m.number('read_p99_ms'))}"]
+    parts.append(f"depth {m.count('read_depth')}")
+    table.add_row("reads", format_bytes(m.number("bytes_read") / busy_s) + "/s", DOT.join(parts))
+    table.add_row("", "", engine)
+
+
+def _judgement(table: Table, m: _Metrics) -> None:
+    """How decoding did in the last minutes, next to the policy that knows the future (R_B, eta) and to no waiting."""
+    n_tokens, token_s, stall_s = (m.number("judged_" + name) for name in ("tokens", "token_s", "stall_s"))
+    read, best = m.number("judged_bytes_read"), m.number("judged_bytes_belady")
+    if not n_tokens:
+        table.add_row("R_B", "–", "nothing judged yet: that takes a minute of use")
+        return
+    if best:
+        table.add_row("R_B", f"{read / best:.2f} x", f"the bytes that the optimum reads{_eta(m)}")
+    else:
+        table.add_row("R_B", "–", f"the optimum reads nothing{_eta(m)}")
+    if token_s:  # judged_stall_s is of the tokens in judged_token_s, which may be fewer than those judged
+        table.add_row(
+            "stall",
+            format_ms(1e3 * stall_s / n_tokens),
+            f"per token{DOT}{_share(stall_s, token_s)} of the time{DOT}last {format_count(n_tokens)} decoded",
+        )
+
+
+def _eta(m: _Metrics) -> str:
+    """The time that a token needs at least, of the time that it took: computing, or reading what the optimum reads."""
+    token_s, bytes_per_s = m.number("judged_token_s"), m.number("disk_bytes_per_s")
+    if not token_s or not bytes_per_s:
+        return ""
+    needed_s = max(token_s - m.number("judged_stall_s"), m.number("judged_bytes_belady") / bytes_per_s)
+    return f"{DOT}η {_share(needed_s, token_s)}"
+
+
+def _prefetch(table: Table, m: _Metrics) -> None:
+    active, reason = m.text("prefetch_active"), m.text("prefetch_reason")
+    table.add_row("forecasts", active, reason.removeprefix(f"{active}: "))
+    by_source = {source: n for source, n in m.nested("predicted_bytes").items() if source != "fill"}
+    if not by_source:
+        return
+    # who runs, else whom the reason speaks of before its figures, else who has read most
+    tried = reason.partition("(")[0].split()
+    shown = max(by_source, key=lambda x: (x == active, x in tried, by_source[x].get("issued", 0)))
+    n_bytes = by_source[shown]
+    parts = DOT.join(f"{format_bytes(n_bytes.get(outcome, 0))} {outcome}" for outcome in ("used", "late", "wasted"))
+    table.add_row("", f"{format_bytes(n_bytes.get('issued', 0))} read", f"{shown}: {parts}")
+
+
+def _memory(table: Table, m: _Metrics) -> None:
+    available, pressure = m.number("memory_available_bytes"), m.number("memory_pressure_frac")
+    if not available:
+        return
+    reason = m.text("governor_reason")
+    pressure_text = f"pressure {100 * pressure:.0f} %{DOT}" if pressure >= 0.005 else ""
+    text = pressure_text + ("governor off" if reason == "off" else reason)
+    table.add_row("memory", f"{format_bytes(available)} left", text)
+
+
 def _compute(m: _Metrics) -> RenderableType:
     table = _section("Compute", f"{m.text('model_type')} on {m.text('device')}")
-    table.add_row(
-        "speed",
-        f"{m.number('decode_tps'):.1f} tok/s",
-        f"prefill {m.number('prefill_tps'):.1f} tok/s{DOT}first token {format_ms(m.number('ttft_p50_ms'))}",
-    )
+    if m.number("decode_tps") or m.number("prefill_tps") or m.number("ttft_p50_ms"):
+        table.add_row(
+            "speed",
+            f"{m.number('decode_tps'):.1f} tok/s",
+            f"prefill {m.number('prefill_tps'):.1f} tok/s{DOT}first token {format_ms(m.number('ttft_p50_ms'))}",
+        )
     table.add_row(
         "requests",
         f"{m.count('n_active')} active",
@@ -145,7 +233,8 @@ def _compute(m: _Metrics) -> RenderableType:
         f"{m.count('output_tokens')} out",
         f"{m.count('prompt_tokens')} in{DOT}context {m.count('context_tokens')}",
     )
-    table.add_row("stall", f"{m.number('stall_s'):.1f} s", "waiting for experts")
+    if m.number("stall_s") >= 0.05:
+        table.add_row("stall", f"{m.number('stall_s'):.1f} s", "waiting for experts, prompts included")
     _unplaced(table, m)
     _failures(table, m, {"requests_failed": "requests failed"})
     return table
