@@ -167,7 +167,7 @@ class HintExperts(Message):
 
 @dataclass(frozen=True, slots=True)
 class PinExperts(Message):
-    """Keep `experts` of `layer` in the pool whatever happens, or (`is_pinned` false) no longer; answered by PinState."""
+    """Keep `experts` of `layer` in the pool whatever happens, or (`is_pinned` false) no longer; gives PinState."""
 
     request_id: str
     layer: int

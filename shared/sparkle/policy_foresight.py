@@ -19,6 +19,7 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ SHARPNESS = 1.0  # a whole token ahead counts as much as a factor of e to the 1 
 MANY_ROWS = 8
 MAX_STREAMS = 64
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.floating[Any]]  # float32
 
 
 class _Layer:
@@ -99,7 +100,7 @@ class _Layer:
         if second:
             score += SECOND_LAST * self._follows[second].sum(axis=0)
         self._soon = _chance(score)
-        wait: Floats = -np.log(self._soon + (1 - self._soon) * later)
+        wait = -np.log(self._soon + (1 - self._soon) * later)
         self.wait, self._order, self._ranked = wait.tolist(), np.argsort(-wait, kind="stable"), None
 
     def ranked(self) -> list[int]:

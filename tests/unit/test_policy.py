@@ -137,7 +137,7 @@ def test_learning_policies_beat_lru_where_usage_is_skewed(name: str) -> None:
     rng = random.Random(3)
     layers = [LayerShape(i, 32, 4) for i in range(4)]
     events = [
-        event(layer, {min(31, int(rng.expovariate(0.15))) for _ in range(4)}, step)
+        event(layer, sorted({min(31, int(rng.expovariate(0.15))) for _ in range(4)}), step)
         for step in range(300)
         for layer in range(4)
     ]

@@ -72,6 +72,8 @@ class Controller:
         self._next += 1
         self._is_trial, self._means, self._window = True, [], []
         self.trials += 1
+        if self.trials == 1:
+            self.reason = f"off: trying {self._challenger}"
         self.active = self._choice
 
     def _end_window(self) -> None:
