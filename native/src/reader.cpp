@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <condition_variable>
 #include <deque>
@@ -249,6 +250,8 @@ class UringReader final : public Reader {
       if (s.n_bytes > kMaxBuffer) return false;
       buffers.push_back({s.data, s.n_bytes});
     }
+    if (!std::is_sorted(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.data < b.data; }))
+      throw std::invalid_argument("memory to register is not in order of its addresses");
     // Fails with ENOMEM where RLIMIT_MEMLOCK is small, as it is for most users: then reads go unregistered.
     if (::syscall(__NR_io_uring_register, ring_fd_, IORING_REGISTER_BUFFERS, buffers.data(), buffers.size()) < 0)
       return false;
@@ -340,10 +343,11 @@ class UringReader final : public Reader {
   }
 
   int fixed_buffer(const Part& part) const {
-    for (std::size_t b = 0; b < fixed_.size(); ++b)
-      if (part.data >= fixed_[b].data && part.data + part.n_bytes <= fixed_[b].data + fixed_[b].n_bytes)
-        return static_cast<int>(b);
-    return -1;
+    const auto after = std::upper_bound(fixed_.begin(), fixed_.end(), part.data,
+                                        [](const std::byte* at, const Span& s) { return at < s.data; });
+    if (after == fixed_.begin()) return -1;
+    const Span& s = *(after - 1);
+    return part.data + part.n_bytes <= s.data + s.n_bytes ? static_cast<int>(after - 1 - fixed_.begin()) : -1;
   }
 
   void enter() {

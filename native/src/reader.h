@@ -45,7 +45,8 @@ class Reader {
   virtual std::vector<Completion> reap() = 0;
   virtual int event_fd() const = 0;
   virtual std::string name() const = 0;
-  // Tell the kernel of memory that reads will go to (io_uring fixed buffers), in the place of what it was told before.
+  // Tell the kernel of memory that reads will go to (io_uring fixed buffers), by address, in the place of what it was
+  // told before.
   // Such memory is pinned: before any of it is given back, call this with nothing. False if the kernel refuses; reads
   // work all the same.
   virtual bool register_memory(const std::vector<Span>&) { return false; }

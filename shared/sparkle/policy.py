@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from sparkle.errors import ConfigError
 from sparkle.policy_classic import LFU, LFUDA, LRU, Pinned
 from sparkle.policy_contract import Key, LayerShape, Policy
-from sparkle.policy_foresight import Foresight
+from sparkle.policy_learned import Learned
 
 __all__ = ["DEFAULT_POLICY", "POLICIES", "Key", "LayerShape", "Policy", "make_policy", "policy_name"]
 
@@ -20,9 +20,9 @@ POLICIES: Mapping[str, Callable[[Sequence[LayerShape]], Policy]] = {
     "lfu": LFU,
     "lfuda": LFUDA,
     "pinned": Pinned,
-    "foresight": Foresight,
+    "learned": Learned,
 }
-DEFAULT_POLICY = "foresight"  # scripts/bench/LOG.md#policies
+DEFAULT_POLICY = "learned"  # scripts/bench/LOG.md#policies
 
 
 def policy_name(setting: str) -> str:

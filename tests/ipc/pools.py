@@ -47,8 +47,18 @@ def write_store(root: Path, layers: int, experts: int, top_k: int, seed: int = 0
 
 
 def pool_settings(store: Store, n_slots: int, **settings: str) -> dict[str, str]:
-    """A pool of so many slots, in which nothing happens by itself unless `settings` (by name, in capitals) say so."""
-    quiet = {"BACKGROUND_FILL": "off", "PROFILE": "off", "PREFETCH": "off", "GOVERNOR": "off", "READ_DEPTH": "4"}
+    """A pool of so many slots, in which nothing happens by itself unless `settings` (by name, in capitals) say so.
+
+    Least recently used goes first: tests can tell beforehand what that is.
+    """
+    quiet = {
+        "POLICY": "lru",
+        "BACKGROUND_FILL": "off",
+        "PROFILE": "off",
+        "PREFETCH": "off",
+        "GOVERNOR": "off",
+        "READ_DEPTH": "4",
+    }
     named = quiet | {"MODEL": str(store.path), "POOL": str(n_slots * store.classes[0].record_bytes)} | settings
     return {f"SPARKLE_{name}": value for name, value in named.items()}
 

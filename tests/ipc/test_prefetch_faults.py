@@ -41,8 +41,9 @@ def store(random_stores: dict[str, Path], tmp_path: Path) -> Store:
 
 @pytest.fixture
 def settings(store: Store) -> dict[str, str]:
-    """Half of the experts fit; nothing comes unasked."""
-    return {"SPARKLE_MODEL": str(store.path), "SPARKLE_POOL": "50%", "SPARKLE_BACKGROUND_FILL": "off"}
+    """Half of the experts fit; nothing comes unasked, and what was used last leaves last."""
+    half = {"SPARKLE_MODEL": str(store.path), "SPARKLE_POOL": "50%"}
+    return {**half, "SPARKLE_BACKGROUND_FILL": "off", "SPARKLE_POLICY": "lru"}
 
 
 @pytest.fixture(scope="module")

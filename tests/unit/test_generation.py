@@ -7,6 +7,7 @@ is under test is who feeds it what.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -72,7 +73,8 @@ class Source:
     def __init__(self) -> None:
         self.n_open = self.n_abandoned = 0
 
-    def begin(self, _should_abort: Any) -> None:
+    def begin(self, _should_abort: Any, stream: int, ids: Sequence[int]) -> None:
+        assert len(ids) > 0
         assert self.n_open == 0
         self.n_open = 1
 

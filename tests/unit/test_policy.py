@@ -80,7 +80,7 @@ def test_lru_is_a_list_in_order_of_last_use(calls: list[tuple[str, Key]]) -> Non
         assert list(lru.victims()) == order
 
 
-@pytest.mark.parametrize("name", ["lfu", "lfuda", "foresight"])
+@pytest.mark.parametrize("name", ["lfu", "lfuda", "learned"])
 def test_what_is_used_often_outlives_what_was_used_last(name: str) -> None:
     policy = loaded(name, [(0, e) for e in range(4)])
     for step in range(30):
@@ -89,7 +89,7 @@ def test_what_is_used_often_outlives_what_was_used_last(name: str) -> None:
     assert {key[1] for key in list(policy.victims())[:2]} == {2, 3}
 
 
-@pytest.mark.parametrize("name", ["lfu", "foresight"])
+@pytest.mark.parametrize("name", ["lfu", "learned"])
 def test_old_habits_are_forgotten(name: str) -> None:
     policy = loaded(name, [(0, e) for e in range(4)])
     for step in range(200):
@@ -97,7 +97,7 @@ def test_old_habits_are_forgotten(name: str) -> None:
     assert {key[1] for key in list(policy.victims())[:2]} == {0, 1}
 
 
-@pytest.mark.parametrize("name", ["lfu", "lfuda", "foresight"])
+@pytest.mark.parametrize("name", ["lfu", "lfuda", "learned"])
 def test_recorded_usage_decides_at_first(name: str) -> None:
     policy = make_policy(name, LAYERS)
     policy.seed({(2, 3): 0.9, (2, 4): 0.4, (2, 5): 0.1})
@@ -115,24 +115,15 @@ def test_pinned_keeps_the_hottest_half_of_its_slots() -> None:
     assert list(policy.victims())[:2] == [(2, 0), (2, 1)]
 
 
-def test_foresight_learns_who_follows_whom() -> None:
+def test_learned_learns_who_follows_whom() -> None:
     """Two sets of a layer take turns: what the last token used is not what the next one needs."""
-    policy = loaded("foresight", [(2, e) for e in range(4)])
+    policy = loaded("learned", [(2, e) for e in range(4)])
     for step in range(200):
         policy.on_step(event(2, [0, 1] if step % 2 else [2, 3], step))
     assert {key[1] for key in list(policy.victims())[:2]} == {0, 1}  # the last step used them
 
 
-def test_foresight_tells_conversations_apart() -> None:
-    """Each stream repeats its own set; in the order in which they come, the sets alternate."""
-    policy = loaded("foresight", [(2, e) for e in range(4)])
-    for step in range(200):
-        policy.on_step(event(2, [0, 1] if step % 2 else [2, 3], step, stream=step % 2))
-    policy.on_step(event(2, [0, 1], 200, stream=1))
-    assert {key[1] for key in list(policy.victims())[:2]} == {2, 3}
-
-
-@pytest.mark.parametrize("name", ["lfu", "foresight"])
+@pytest.mark.parametrize("name", ["lfu", "learned"])
 def test_learning_policies_beat_lru_where_usage_is_skewed(name: str) -> None:
     rng = random.Random(3)
     layers = [LayerShape(i, 32, 4) for i in range(4)]

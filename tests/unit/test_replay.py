@@ -103,7 +103,7 @@ def _recorded(names: Sequence[str]) -> tuple[list[Event], list[LayerShape]]:
     return [event for trace in traces for event in trace.events if event.rows == 1], layers
 
 
-@pytest.mark.parametrize(("share", "least"), [(0.125, 0.2), (0.25, 0.3)])
+@pytest.mark.parametrize(("share", "least"), [(0.125, 0.3), (0.25, 0.4)])
 def test_the_default_recovers_a_good_part_of_what_lru_loses(share: float, least: float) -> None:
     """On what the shipped model does with prompts of five kinds; scripts/bench/LOG.md#policies has the whole table."""
     learned, layers = _recorded(["topics"])

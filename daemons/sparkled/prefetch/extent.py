@@ -41,15 +41,20 @@ class Extent:
         )
 
     def spans(self) -> list[tuple[int, int]]:
-        """(address, bytes) of all memory behind slots in force."""
+        """(address, bytes) of all memory behind slots in force, in parts of whole slots.
+
+        The kernel pins one part at a time; one as large as a region would block the process's other threads meanwhile.
+        """
         spans: list[tuple[int, int]] = []
         for layout, mine in enumerate(self._regions):
             left = self.in_force[layout]
             for region in mine:
                 n = min(left, region.spec.n_slots)
-                spans += region.backed(n) if n else []
+                for address, n_bytes in region.backed(n) if n else ():
+                    part = n_bytes // n * self._n_per_step(layout)
+                    spans += [(address + at, min(part, n_bytes - at)) for at in range(0, n_bytes, part)]
                 left -= n
-        return spans
+        return sorted(spans)
 
     def grow(self, layout: int, target: int) -> list[int]:
         """Put the next slots of a class to use, up to `target` in all; returns their numbers, all EMPTY now.
