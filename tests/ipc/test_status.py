@@ -299,7 +299,9 @@ def test_the_run_dir_option_counts_wherever_it_stands(
     assert "0 of 3 ready" in runner.invoke(ctl.command, ["status"], standalone_mode=False).output
 
 
-CTL = [sys.executable, "-c", "import sys; from sparkle.cli.ctl import main; sys.exit(main())"]
+# a shell's background jobs, CI's among them, ignore Ctrl-C, and so would their children
+HEED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+CTL = [sys.executable, "-c", f"{HEED}import sys; from sparkle.cli.ctl import main; sys.exit(main())"]
 
 
 def test_the_command_takes_less_than_a_second(up: Up) -> None:

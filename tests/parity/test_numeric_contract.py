@@ -103,9 +103,10 @@ def test_what_a_slot_held_before_does_not_matter(made: Made, expected_of_short: 
     That touches no byte which anybody may use: with the smallest pool the next layers evict a layer's experts before
     they can be asked for again, so no slot is found resident (counted below), and the prefetch daemon, whose only
     client this is, reads into slots only while a fetch is under way. A step that computed with a slot after its
-    release, or with a record that was not read whole, would show.
+    release, or with a record that was not read whole, would show. Only LRU evicts in that order for sure: a policy that
+    learns finds some experts again, in slots that were poisoned.
     """
-    with streamed(made[1], smallest_pool(Store.open(made[1])), **QUICK_START) as model:
+    with streamed(made[1], smallest_pool(Store.open(made[1])), SPARKLE_POLICY="lru", **QUICK_START) as model:
         assert model.client is not None and model.prefetch is not None
         assert model.prefill_rows == 1
         pool = Pool.attach(control_name(model.prefetch.run_dir.shm_prefix))
