@@ -6,7 +6,8 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
-from tests.slot_model import Fault, Model, Protocol, is_end, wrong_bytes
+from tests.slot_model import Fault, Protocol
+from tests.slot_world import Model, harm, is_end
 
 STUCK = "from here no end can be reached"
 
@@ -38,7 +39,7 @@ def search(start: Model, fault: Fault | None = None) -> Result:
 
     while queue:
         m = queue.popleft()
-        if (problem := wrong_bytes(m)) is not None:
+        if (problem := harm(m)) is not None:
             return result(problem, m)
         if is_end(m):
             ends.append(m)

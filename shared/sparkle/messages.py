@@ -177,11 +177,16 @@ class PinExperts(Message):
 
 @dataclass(frozen=True, slots=True)
 class PinState(Message):
-    """Experts pinned now, and how many may be: the rest must hold a step's experts and the reads under way."""
+    """Experts pinned now, and how many may be: the rest must hold a step's experts and the reads under way.
+
+    Of the experts asked about, `n_asked_pinned` are pinned now; `n_asked_absent` of these have yet to be read.
+    """
 
     request_id: str
     n_pinned: int
     n_pinnable: int
+    n_asked_pinned: int = 0
+    n_asked_absent: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@
 
 A region belongs to one layout class; slot numbers run through all regions. Where the system can take back parts of
 shared memory (CAN_DISCARD), a region is as large as all experts of its class and has memory only behind the slots in
-force; elsewhere it has just the slots that there will ever be. Owns names, offsets and mappings. The prefetch daemon
-creates and unlinks regions, everyone else attaches. Never decides what is in a slot: the control
+force; elsewhere it has just the slots that there will ever be. The header page says that this is a region; in the
+first region's, the prefetch daemon notes the size that a user has asked for. Owns names, offsets and mappings. The
+prefetch daemon creates and unlinks regions, everyone else attaches. Never decides what is in a slot: the control
 segment (native/src/control.h, named `<prefix>-c`) says that.
 """
 
@@ -109,6 +110,7 @@ class Region:
         self._address = mapping.address
         self._offsets = piece_offsets(layout, spec.n_slots)
         memory = mapping.array()
+        self._asked_bytes = memory[len(REGION_MAGIC) : 2 * len(REGION_MAGIC)].view(np.int64)
         self.pieces: list[npt.NDArray[np.uint8]] = [
             memory[at : at + p.nbytes * spec.n_slots].reshape(spec.n_slots, p.nbytes)
             for at, p in zip(self._offsets, layout.pieces, strict=True)
@@ -125,6 +127,15 @@ class Region:
             raise ConfigError(f"cannot create shared memory {spec.name}: {e}; make /dev/shm larger") from e
         mapping.array()[: len(REGION_MAGIC)] = np.frombuffer(REGION_MAGIC, np.uint8)
         return cls(spec, layout, mapping)
+
+    @property
+    def asked_bytes(self) -> int:
+        """What the prefetch daemon has noted in the header page, in one aligned store; 0 in a new region."""
+        return int(self._asked_bytes[0])
+
+    @asked_bytes.setter
+    def asked_bytes(self, n_bytes: int) -> None:
+        self._asked_bytes[0] = n_bytes
 
     def reserve(self, first: int, end: int) -> None:
         """Put memory behind slots first … end - 1 of this region, counted from its own start.

@@ -60,15 +60,15 @@ prefetch reads_retried          counter  items   reads tried again after an I/O 
 prefetch records_quarantined    counter  items   records that could not be read correctly; requests for them fail
 prefetch checksums_verified     counter  items   records whose checksum was verified
 prefetch evictions              counter  items   experts dropped for others
-prefetch judged_tokens          gauge    tokens  decoded tokens of the last minutes that were judged
-prefetch judged_bytes_read      gauge    bytes   experts that those found missing
+prefetch judged_bytes_read      gauge    bytes   experts that decoding found missing in the last minutes judged
 prefetch judged_bytes_belady    gauge    bytes   the same for a policy that knows the future; the ratio is R_B
-prefetch judged_token_s         gauge    s       time that those tokens took
+prefetch judged_tokens          gauge    tokens  tokens decoded meanwhile whose time is known
+prefetch judged_decode_s        gauge    s       time that those tokens took
 prefetch judged_stall_s         gauge    s       of this, without their experts
 prefetch policy                 text     -       who decides which expert leaves the pool first
 prefetch profile_tokens         counter  tokens  tokens in the usage profile, those of former runs included
 prefetch prefetch_active        text     -       whose forecasts are read now, or off
-prefetch prefetch_reason        text     -       why: what the last trial showed
+prefetch prefetch_reason        text     -       why: what the last trial showed; while one runs, of what
 prefetch prefetch_trials        counter  items   trials of forecasts against none
 prefetch is_recording           gauge    items   1 while a trace is recorded
 prefetch governor_reason        text     -       why the pool has its size

@@ -156,7 +156,7 @@ def test_forecasts_evict_neither_what_is_held_nor_what_is_pinned(
 ) -> None:
     n_pinned = 8
     state = ask(prefetch, PinExperts("p", 0, list(range(n_pinned))))
-    assert state == PinState("p", n_pinned, N_SLOTS - N_EXPERTS - 2)
+    assert state == PinState("p", n_pinned, N_SLOTS - N_EXPERTS - 2, n_pinned, n_pinned)
     prefetch.wait_for_state("ready", slots_used=n_pinned)
     slots = [slot for layer in range(1, 6) for slot in user.hold(layer, range(N_EXPERTS))]
     assert len(slots) == N_SLOTS - n_pinned

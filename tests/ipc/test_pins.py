@@ -87,8 +87,9 @@ def test_pins_are_read_and_never_evicted(prefetch: DaemonProcess, store: Store, 
 def test_pins_that_are_there_already_stay(prefetch: DaemonProcess, store: Store, user: PoolUser) -> None:
     user.use(0, range(N_EXPERTS))
     before = residences(prefetch, {(0, 5)})
-    assert pin(prefetch, 0, [5]).n_pinned == 1
-    assert pin(prefetch, 0, [5]).n_pinned == 1
+    n_pinnable = N_SLOTS - FLOOR
+    assert pin(prefetch, 0, [5]) == PinState("p", 1, n_pinnable, n_asked_pinned=1, n_asked_absent=0)
+    assert pin(prefetch, 0, [5]) == PinState("p", 1, n_pinnable, n_asked_pinned=1, n_asked_absent=0)
     for _ in range(2):
         use_everything(user, but={(0, 5)})
     assert residences(prefetch, {(0, 5)}) == before
@@ -99,7 +100,7 @@ def test_what_is_no_longer_pinned_may_go(prefetch: DaemonProcess, store: Store, 
     prefetch.wait_for_state("ready", slots_used=len(PINS))
     for layer, expert in sorted(PINS - {(3, 0)}):
         state = pin(prefetch, layer, [expert], is_pinned=False)
-    assert state.n_pinned == 1
+    assert (state.n_pinned, state.n_asked_pinned) == (1, 0)
     assert pin(prefetch, 1, [1], is_pinned=False).n_pinned == 1  # was none
     use_everything(user, but=PINS)
     assert resident(prefetch, store) & PINS == {(3, 0)}
@@ -110,12 +111,13 @@ def test_pins_beyond_what_may_be_pinned_leave_room_for_any_set(
     prefetch: DaemonProcess, store: Store, user: PoolUser
 ) -> None:
     n_pinnable = N_SLOTS - FLOOR
-    assert pin(prefetch, 0, range(10)) == PinState("p", 10, n_pinnable)
-    assert pin(prefetch, 1, range(N_EXPERTS)) == PinState("p", n_pinnable, n_pinnable)
-    assert pin(prefetch, 2, range(N_EXPERTS)) == PinState("p", n_pinnable, n_pinnable)
+    assert pin(prefetch, 0, range(10)) == PinState("p", 10, n_pinnable, 10, 10)
+    assert pin(prefetch, 1, range(N_EXPERTS)) == PinState("p", n_pinnable, n_pinnable, n_pinnable - 10, n_pinnable - 10)
+    assert pin(prefetch, 2, range(N_EXPERTS)) == PinState("p", n_pinnable, n_pinnable, 0, 0)
     prefetch.wait_for_state("ready", slots_used=n_pinnable, slots_loading=0)
     pins = {(0, e) for e in range(10)} | {(1, e) for e in range(n_pinnable - 10)}  # first come, first pinned
     assert resident(prefetch, store) == pins
+    assert pin(prefetch, 0, range(10)) == PinState("p", n_pinnable, n_pinnable, 10, 0)
     before = residences(prefetch, pins)
     for _ in range(2):
         use_everything(user)
@@ -127,7 +129,7 @@ def test_the_smallest_pool_has_no_room_for_pins(store: Store, short_dir: Path) -
     n_slots = TOP_K + 2
     with spawn("prefetch", short_dir, pool_settings(store, n_slots)) as daemon, PoolUser(short_dir, store) as user:
         daemon.wait_for_state("ready", n_slots=n_slots)
-        assert pin(daemon, 0, [1, 2]) == PinState("p", 0, 0)
+        assert pin(daemon, 0, [1, 2]) == PinState("p", 0, 0, 0, 0)
         for layer in range(N_LAYERS):
             user.use(layer, [0, 3, 5, 7])
         daemon.wait_for_state("ready", slots_pinned=0, unplaced_experts=0)
@@ -136,11 +138,13 @@ def test_the_smallest_pool_has_no_room_for_pins(store: Store, short_dir: Path) -
 def test_a_pin_waits_for_a_slot_when_all_are_in_use(prefetch: DaemonProcess, store: Store, user: PoolUser) -> None:
     user.hold(0, range(N_EXPERTS))
     user.hold(1, range(N_EXPERTS))
-    assert pin(prefetch, 2, [7]).n_pinned == 1
+    assert pin(prefetch, 2, [7]) == PinState("p", 1, N_SLOTS - FLOOR, 1, 1)
     assert prefetch.wait_for_state("ready", slots_held=N_SLOTS).metrics["bytes_read_background"] == 0
+    assert pin(prefetch, 2, [7]).n_asked_absent == 1
     user.release()
     prefetch.wait_for_state("ready", bytes_read_background=store.classes[0].record_bytes)
     assert (2, 7) in resident(prefetch, store)
+    assert pin(prefetch, 2, [7]).n_asked_absent == 0
 
 
 @pytest.mark.parametrize(

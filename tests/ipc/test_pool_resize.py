@@ -283,22 +283,27 @@ def test_the_governor_keeps_to_the_size_that_the_user_chose(store: Store, short_
         if "full size" not in first["governor_reason"] and first["pool_shrinks"]:
             pytest.skip(f"this machine is short of memory: {first['governor_reason']}")
         resize(daemon, store, 40)
-        looks = set[int]()
-        while len(looks) < 4:  # of the governor: each finds another number of bytes left
-            metrics = daemon.status().metrics
-            looks.add(metrics["memory_available_bytes"])
-        assert metrics["pool_target_bytes"] == int(size_of(store, 40))
-        assert (metrics["n_slots"], metrics["pool_grows"]) == (40, 0), metrics["governor_reason"]
+        assert_kept(daemon, store, 40)
         use_everything(user)
+
+
+def assert_kept(daemon: DaemonProcess, store: Store, n_slots: int) -> None:
+    """The size is the target, and still is after the governor has looked a few times."""
+    looks = set[int]()
+    while len(looks) < 4:  # each finds another number of bytes left
+        metrics = daemon.status().metrics
+        looks.add(metrics["memory_available_bytes"])
+    assert metrics["pool_target_bytes"] == int(size_of(store, n_slots))
+    assert (metrics["n_slots"], metrics["pool_grows"]) == (n_slots, 0), metrics["governor_reason"]
 
 
 # --- kill -9 ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def successor(daemon: DaemonProcess, store: Store) -> Iterator[DaemonProcess]:
+def successor(daemon: DaemonProcess, store: Store, n_planned: int = N_ALL, **settings: str) -> Iterator[DaemonProcess]:
     daemon.kill()
-    with spawn("prefetch", daemon.run_dir.path, pool_settings(store, N_ALL)) as other:
+    with spawn("prefetch", daemon.run_dir.path, pool_settings(store, n_planned, **settings)) as other:
         yield other
 
 
@@ -315,8 +320,32 @@ def test_a_successor_goes_on_with_the_size_that_the_pool_had(prefetch: DaemonPro
             assert user.client.generation == 1
 
 
+@pytest.mark.parametrize(("n_planned", "n_slots"), [(N_ALL, 40), (40, FLOOR), (40, N_ALL)])
+def test_with_a_governor_a_successor_keeps_to_the_size_that_the_user_chose(
+    store: Store, short_dir: Path, n_planned: int, n_slots: int
+) -> None:
+    with spawn("prefetch", short_dir, pool_settings(store, n_planned, GOVERNOR="on")) as first:
+        first.wait_for_state("ready", n_slots=n_planned)
+        with PoolUser(short_dir, store) as user:
+            resize(first, store, n_slots)
+            with successor(first, store, n_planned, GOVERNOR="on") as second:
+                second.wait_for_state("ready", n_slots=n_slots)
+                assert_kept(second, store, n_slots)
+                use_everything(user)
+                with successor(second, store, n_planned, GOVERNOR="on") as third:
+                    third.wait_for_state("ready", n_slots=n_slots)
+                    assert_kept(third, store, n_slots)
+
+
+def test_after_an_orderly_end_the_settings_count_again(store: Store, short_dir: Path) -> None:
+    for _ in range(2):
+        with spawn("prefetch", short_dir, pool_settings(store, N_ALL)) as daemon:
+            assert daemon.wait_for_state("ready").metrics["pool_target_bytes"] == int(size_of(store, N_ALL))
+            resize(daemon, store, 40)
+
+
 def test_a_daemon_killed_while_it_waits_for_a_slot_loses_none(prefetch: DaemonProcess, store: Store) -> None:
-    """Most of the slots to be given up are retired already, one is in use."""
+    """Most of the slots to be given up are retired already, one is in use; the successor goes on from there."""
     with PoolUser(prefetch.run_dir.path, store) as user:
         use_everything(user)
         [slot] = user.hold(N_LAYERS - 1, [N_EXPERTS - 1])
@@ -327,11 +356,12 @@ def test_a_daemon_killed_while_it_waits_for_a_slot_loses_none(prefetch: DaemonPr
             assert n_slots > slot
             use_everything(user)
             user.release()
-            use_everything(user)
-            assert second.status().metrics["slots_used"] == n_slots
-            resize(second, store, FLOOR)
+            second.wait_for_state("ready", n_slots=FLOOR)
             assert_memory(second, store, FLOOR)
             use_everything(user)
+            resize(second, store, N_ALL)
+            use_everything(user)
+            second.wait_for_state("ready", slots_used=N_ALL)
 
 
 def test_kills_at_any_moment_of_a_resize_never_give_wrong_bytes(store: Store, short_dir: Path) -> None:

@@ -56,7 +56,7 @@ METRICS: dict[str, dict[str, Any]] = {
         "judged_tokens": 200,
         "judged_bytes_read": 6_000_000_000,
         "judged_bytes_belady": 4_000_000_000,
-        "judged_token_s": 10.0,
+        "judged_decode_s": 10.0,
         "judged_stall_s": 4.0,
         "disk_bytes_per_s": 3_000_000_000,
         "prefetch_active": "off",
@@ -135,7 +135,7 @@ def test_decoding_is_judged_by_the_optimum_and_by_its_waiting(up: Up) -> None:
     """10 s for 200 tokens, of these 4 s waiting; the optimum's 4 GB take 1.3 s, so 6 s of computing is the bound."""
     screen = pool_screen(up)
     assert "1.50 x          the bytes that the optimum reads · η 60.0 %" in row(screen, "R_B")
-    assert "20 ms           per token · 40.0 % of the time · last 200 decoded" in row(screen, "stall")
+    assert "20 ms           40.0 % of 50 ms per token · last 200 decoded" in row(screen, "stall")
 
 
 def test_a_slow_disk_bounds_the_optimum(up: Up) -> None:
@@ -145,7 +145,8 @@ def test_a_slow_disk_bounds_the_optimum(up: Up) -> None:
 def test_no_ratio_without_a_judgement_or_an_optimum(up: Up) -> None:
     daemon = up("prefetch", metrics={**METRICS["prefetch"], "judged_bytes_belady": 0})
     assert re.search(r"R_B +– +the optimum reads nothing · η 60.0 %", row(ask()[1], "R_B"))
-    daemon.metrics = {**METRICS["prefetch"], "judged_tokens": 0}
+    untimed = {"judged_tokens": 0, "judged_decode_s": 0.0, "judged_stall_s": 0.0}
+    daemon.metrics = {**METRICS["prefetch"], **untimed}
     screen = ask()[1]
     assert re.search(r"R_B +– +nothing judged yet", row(screen, "R_B"))
     assert "stall " not in screen
@@ -161,6 +162,13 @@ def test_what_prefetching_decided_and_what_came_of_it(up: Up) -> None:
     screen = ask()[1]
     assert "token           set to token" in row(screen, "forecasts")
     assert "5.0 GB read     token: 0 B used · 0 B late · 5.0 GB wasted" in screen
+    before = "off: token not worth it (+9.0% ± 0.8% time per token against off, 12 pairs)"
+    why = f"trial of router against off, 3 of 4 to 12 pairs done; before: {before}"
+    daemon.metrics |= {"prefetch_active": "off", "prefetch_reason": why}
+    screen = ask()[1]
+    assert "off             trial of router against off, 3 of 4 to 12 pairs done;" in row(screen, "forecasts")
+    assert before in " ".join(screen.split())
+    assert "2.0 GB read     router: 1.0 GB used" in screen, "who is on trial, not who was"
 
 
 def test_a_pool_smaller_than_asked_for(up: Up) -> None:
@@ -263,7 +271,7 @@ def test_metrics_of_another_version(up: Up) -> None:
     assert "Pool" in screen and "Compute" in screen and "Front" in screen
     predicted: list[Any] = [5, {"router": 5}, {"router": {"issued": "many"}}, {"router": {"used": [1]}}]
     for value in predicted:
-        daemon.metrics = {"tokens": 99, "predicted_bytes": value, "judged_tokens": 1, "judged_token_s": float("nan")}
+        daemon.metrics = {"tokens": 99, "predicted_bytes": value, "judged_tokens": 1, "judged_decode_s": float("nan")}
         assert "Pool" in ask()[1]
 
 

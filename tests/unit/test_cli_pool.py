@@ -31,7 +31,7 @@ def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def prefetch(run_dir: Path) -> Iterator[FakeDaemon]:
     with FakeDaemon(run_dir, "prefetch", metrics={"misses": 3}) as daemon:
         daemon.on[ResizePool] = lambda m, say: say(PoolState(m.request_id, 12_000_000_000, 3592))
-        daemon.on[PinExperts] = lambda m, say: say(PinState(m.request_id, 20, 900))
+        daemon.on[PinExperts] = lambda m, say: say(PinState(m.request_id, 20, 900, len(m.experts)))
         yield daemon
 
 
@@ -91,15 +91,28 @@ def test_a_resize_waits_as_long_as_the_daemon_may_take(prefetch: FakeDaemon, mon
 )
 @pytest.mark.parametrize("command", ["pin", "unpin"])
 def test_pin_and_unpin(prefetch: FakeDaemon, command: str, texts: list[str], experts: list[int]) -> None:
-    assert ctl_says(command, "3", *texts) == "pinned: 20 of at most 900 experts\n"
+    own = f"pinned: {len(experts)} of the {len(experts)} asked for, all in the pool\n" if command == "pin" else ""
+    assert ctl_says(command, "3", *texts) == f"{own}in all: 20 of at most 900 experts\n"
     sent = prefetch.wait_for(PinExperts)
     assert (sent.layer, sent.experts, sent.is_pinned) == (3, experts, command == "pin")
 
 
-def test_a_full_pool_of_pins_is_mentioned(prefetch: FakeDaemon) -> None:
-    prefetch.on[PinExperts] = lambda m, say: say(PinState(m.request_id, 900, 900))
-    assert "note: no more may be pinned" in ctl_says("pin", "3", "0-63")
+def test_pins_that_have_yet_to_be_read_are_counted(prefetch: FakeDaemon) -> None:
+    prefetch.on[PinExperts] = lambda m, say: say(PinState(m.request_id, 84, 900, 64, 12))
+    said = "pinned: 64 of the 64 asked for, 12 of these still to be read\nin all: 84 of at most 900 experts\n"
+    assert ctl_says("pin", "3", "0-63") == said
+
+
+def test_pins_that_found_no_room_are_counted(prefetch: FakeDaemon) -> None:
+    prefetch.on[PinExperts] = lambda m, say: say(PinState(m.request_id, 900, 900, 10, 0))
+    text = ctl_says("pin", "3", "0-63")
+    assert text.startswith("pinned: 10 of the 64 asked for, all in the pool\nin all: 900 of at most 900 experts\n")
+    assert "note: no more may be pinned, 54 are not; enlarge the pool" in text
     assert "note" not in ctl_says("unpin", "3", "0-63")
+    prefetch.on[PinExperts] = lambda m, say: say(PinState(m.request_id, 900, 900))
+    assert ctl_says("pin", "3", "0-63").startswith("pinned: 0 of the 64 asked for\n")
+    prefetch.on[PinExperts] = lambda m, say: say(PinState(m.request_id, 900, 900, 64, 0))
+    assert "note" not in ctl_says("pin", "3", "0-63"), "the last that may be pinned are"
 
 
 @pytest.mark.parametrize("text", ["five", "5-", "3-1", "1,2", "-1", "0-99999", "0-9999999999999", "²", ""])

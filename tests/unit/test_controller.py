@@ -52,7 +52,7 @@ def test_one_that_does_not_help_costs_less_than_one_percent(seed: int, slower: f
 def test_one_that_stops_helping_is_dropped() -> None:
     controller = Controller("auto", ["router"])
     run(controller, helps("router", 0.2), 4_000, 1)
-    assert controller.reason.startswith("router")
+    assert "router: off not worth it" in controller.reason
     run(controller, lambda i, active: 1.2 if active else 1.0, 20_000, 2)
     assert controller.reason.startswith("off")
     assert controller.active is None
@@ -71,6 +71,26 @@ def test_another_workload_is_tried_soon() -> None:
     before = controller.trials
     run(controller, lambda i, active: 1.0, FIRST_REST + 2 * WINDOW * (MAX_PAIRS + 4), 2, stall_frac=0.5)
     assert controller.trials > before
+
+
+def test_a_trial_says_of_what_it_is_and_what_was_decided_before() -> None:
+    controller = Controller("auto", ["router", "token"])
+    assert controller.reason == "nothing tried yet"
+
+    def feed_until(is_trial: bool) -> list[str]:
+        """The reasons until a trial begins, or ends."""
+        reasons = list[str]()
+        while (not reasons or reasons[-1].startswith("trial")) != is_trial or len(reasons) < 2:
+            controller.on_token(TOKEN_S * (0.8 if controller.active == "router" else 1.0), TOKEN_S / 3)
+            reasons.append(controller.reason)
+        return reasons
+
+    assert feed_until(True)[-1].startswith("trial of router against off, 0 of 4 to 12 pairs done; before: nothing")
+    during = dict.fromkeys(feed_until(False))
+    chosen = during.popitem()[0]
+    assert chosen.startswith("router: router chosen (-20.0% ")
+    assert [reason.split(", ")[1].split()[0] for reason in during] == ["0", "1", "2", "3"]
+    assert feed_until(True)[-1] == f"trial of off against router, 0 of 4 to 12 pairs done; before: {chosen}"
 
 
 @pytest.mark.parametrize(("mode", "active"), [("off", None), ("token", "token")])

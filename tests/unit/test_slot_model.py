@@ -6,8 +6,9 @@ import functools
 
 import pytest
 
-from tests.slot_model import Fault, Model, world
+from tests.slot_model import Fault
 from tests.slot_search import STUCK, search
+from tests.slot_world import Model, world
 
 pytestmark = pytest.mark.unit
 
@@ -24,6 +25,17 @@ WORLDS = {
     "a client repeats a request too early": world(1, (A,), (B,), repeats=1),
     "prefetch is killed": world(1, (A,), (B,), crashes=1),
     "everything happens to one client": world(1, (A, B), crashes=2, cancels=1, deaths=1, repeats=1),
+    "the pool shrinks and grows": world(2, (A,), (B,), sizes=(1, 2)),
+    "the pool shrinks and a client dies": world(2, (A,), (B,), sizes=(1,), deaths=1),
+    "the pool shrinks and prefetch is killed": world(2, (A,), (B,), sizes=(1,), crashes=1),
+    "the pool grows and prefetch is killed": world(2, (A, B), sizes=(1, 2), crashes=1),
+    "two slots go and come at once, prefetch is killed": world(3, (A, B), sizes=(1, 3), crashes=1),
+    "a shrink is called off, prefetch is killed": world(2, (A, B), sizes=(0, 2), crashes=1),
+    "the only slot goes and comes": world(1, (A,), (B,), sizes=(0, 1)),
+    "the only slot goes and comes, and everything happens": world(
+        1, (A,), sizes=(0, 1), crashes=2, cancels=1, deaths=1
+    ),
+    "sets of two in a pool that shrinks to two": world(3, ((0, 1),), ((2, 1),), sizes=(2, 3)),
 }
 
 # the least world in which a fault does harm, and which harm: wrong bytes, or a state without a way out
@@ -37,6 +49,11 @@ HARM = {
     Fault.KEEP_GRANTS_IN_QUEUE: (world(2, ((0, 1),), ((2, 1),)), STUCK),
     Fault.NO_RECONCILE: (world(1, (A,), cancels=1), STUCK),
     Fault.SERVE_REPEATS: (world(1, (A,), repeats=1), STUCK),
+    Fault.RETIRE_LOADING: (world(1, (A,), sizes=(0, 1)), STUCK),
+    Fault.RETIRE_HELD: (world(1, (A,), sizes=(0, 1)), "computes with"),
+    Fault.GIVE_BACK_SOME: (world(2, (A, B), sizes=(0, 2)), "LOADING without memory"),
+    Fault.RESTORE_FIRST: (world(1, (A,), sizes=(0, 1), crashes=1), "LOADING without memory"),
+    Fault.LEAVE_MEMORY: (world(2, (A,), sizes=(1,), crashes=1), STUCK),
     Fault.DISK_REORDERS: (world(1, (A, B), crashes=1), "computes with"),  # not a fault of ours: see slot_model
 }
 
@@ -64,3 +81,7 @@ def test_every_step_of_the_protocol_is_taken_somewhere() -> None:
         assert any(number in step for step in steps), number
     for event in ("no room", "answers client # again", "gets cancelled", "an old read", "buries", "no longer waits"):
         assert any(event in step for step in steps), event
+    for size in ("is EMPTY", "is LOADING", "nobody's", "RETIRED", "slot # EMPTY", "try again", "all", "gives memory"):
+        assert any(size in step for step in steps), size
+    for size in ("a user wants # slots, # come back", "has shrunk", "grows", "restored", "has all slots back"):
+        assert any(size in step for step in steps), size

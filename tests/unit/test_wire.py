@@ -69,7 +69,7 @@ SAMPLES: list[Message] = [
     AttachPool("compute-1", 4712, [0, 1, 47]),
     HintExperts("compute-1", 13, [511, 7], "router"),
     PinExperts("r1", 3, [0, 511], False),
-    PinState("r1", 20, 900),
+    PinState("r1", 20, 900, 16, 3),
     ResizePool("r1", "12GB"),
     PoolState("r1", 12_000_000_000, 3592, "memory became short on the way"),
     StartTrace("r1", "/tmp/chat.trace"),

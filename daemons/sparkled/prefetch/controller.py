@@ -31,7 +31,7 @@ class Controller:
         self._choice: str | None = None if mode in ("auto", "off") else mode
         self._predictors = list(predictors)
         self.active = self._choice
-        self.reason = "nothing tried yet" if self._is_auto else f"set to {mode}"
+        self._decision = "nothing tried yet" if self._is_auto else f"set to {mode}"
         self.trials = 0
         self._rest = FIRST_REST
         self._n_rested = FIRST_REST - WINDOW  # the first trial begins as soon as there is something to win
@@ -42,6 +42,15 @@ class Controller:
         self._means: list[float] = []
         self._recent: deque[tuple[float, float]] = deque(maxlen=4 * WINDOW)
         self._stall_at_decision = 0.0
+
+    @property
+    def reason(self) -> str:
+        """What was decided last and why; while a trial runs, of what it is, and then what was decided before."""
+        if not self._is_trial:
+            return self._decision
+        n_pairs = len(self._means) // 2
+        arms = f"{self._challenger or 'off'} against {self._choice or 'off'}"
+        return f"trial of {arms}, {n_pairs} of {MIN_PAIRS} to {MAX_PAIRS} pairs done; before: {self._decision}"
 
     def on_token(self, seconds: float, stall_s: float) -> None:
         """A decoded token took `seconds`, `stall_s` of them without its experts."""
@@ -63,7 +72,7 @@ class Controller:
         if self._has_changed():
             self._rest = FIRST_REST
         if self._choice is None and self._stall_frac() < MIN_STALL_FRAC:
-            self.reason = f"off: stalls are {self._stall_frac():.1%} of the time, nothing to win"
+            self._decision = f"off: stalls are {self._stall_frac():.1%} of the time, nothing to win"
             self._n_rested = self._rest - WINDOW  # looks again soon: this costs nothing
             return
         arms = [arm for arm in (None, *self._predictors) if arm != self._choice]
@@ -72,8 +81,6 @@ class Controller:
         self._next += 1
         self._is_trial, self._means, self._window = True, [], []
         self.trials += 1
-        if self.trials == 1:
-            self.reason = f"off: trying {self._challenger}"
         self.active = self._choice
 
     def _end_window(self) -> None:
@@ -107,7 +114,7 @@ class Controller:
         else:
             self._rest = min(2 * self._rest, LONGEST_REST)
         verdict = "chosen" if wins else "not worth it"
-        self.reason = f"{self._choice or 'off'}: {name} {verdict} ({change})"
+        self._decision = f"{self._choice or 'off'}: {name} {verdict} ({change})"
         self.active = self._choice
         self._is_trial, self._n_rested = False, 0
         self._stall_at_decision = self._stall_frac()

@@ -19,7 +19,10 @@ class Extent:
     """`in_force[c]` slots of class c may hold experts: those numbered from the class's first on."""
 
     def __init__(self, pool: _native.Pool, regions: Sequence[Region], n_classes: int) -> None:
-        """Take stock of a pool: what is in force ends at the last slot of a class that is not retired."""
+        """Take stock of a pool: what is in force ends at the last slot of a class that is not retired.
+
+        Behind the slots after it there may be memory yet: of a predecessor that was killed between two steps.
+        """
         self._pool = pool
         self._regions = [[r for r in regions if r.spec.layout == c] for c in range(n_classes)]
         self.in_force = [0] * n_classes
@@ -29,6 +32,23 @@ class Extent:
                 if pool.state(slot) != _native.RETIRED:
                     self.in_force[layout] = slot - slots[0] + 1
             self._restore(self._numbers(layout, 0, self.in_force[layout]))
+            self._discard(layout, self.in_force[layout])
+
+    @property
+    def asked_bytes(self) -> int:
+        """The size that a user has asked for, which a successor goes on with; 0 if nobody has.
+
+        It lies in the header page of the pool's first region: it lasts as long as the pool, and dies with it.
+        """
+        return self._first_region.asked_bytes
+
+    @asked_bytes.setter
+    def asked_bytes(self, n_bytes: int) -> None:
+        self._first_region.asked_bytes = n_bytes
+
+    @property
+    def _first_region(self) -> Region:
+        return next(region for mine in self._regions for region in mine)
 
     def capacity(self, layout: int) -> int:
         return sum(r.spec.n_slots for r in self._regions[layout])
@@ -63,8 +83,12 @@ class Extent:
         """
         begin = self.in_force[layout]
         end = min(target, self.capacity(layout), begin + self._n_per_step(layout))
-        for region, first, last in self._parts(layout, begin, end):
-            region.reserve(first, last)
+        try:
+            for region, first, last in self._parts(layout, begin, end):
+                region.reserve(first, last)
+        except ConfigError:
+            self._discard(layout, begin)
+            raise
         self.in_force[layout] = end
         return self._restore(self._numbers(layout, begin, end))
 
@@ -93,11 +117,17 @@ class Extent:
         could = [retire(slot) for slot in self._numbers(layout, begin, now)]
         if not all(could):  # those that could are out of use already; their memory follows with that of the others
             return False
-        for region, first, _ in self._parts(layout, begin, now):
-            # to the region's end: a page that two steps share lies whole in no step's range
-            region.discard(first, region.spec.n_slots)
+        self._discard(layout, begin)
         self.in_force[layout] = begin
         return True
+
+    def _discard(self, layout: int, begin: int) -> None:
+        """Give the memory of slots `begin` and later back, if the system can, whether there is any or not.
+
+        Not of one step only: a page that two steps share lies whole in no step's range.
+        """
+        for region, first, end in self._parts(layout, begin, self.capacity(layout)) if _native.CAN_DISCARD else ():
+            region.discard(first, end)
 
     def _n_per_step(self, layout: int) -> int:
         return max(1, STEP_BYTES // self._regions[layout][0].layout.record_bytes)

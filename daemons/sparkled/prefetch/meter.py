@@ -39,19 +39,19 @@ class Chapter:
     is_decoding: bytearray = field(default_factory=bytearray)  # of each event
     n_tokens: int = 0
     n_misses: int = 0
-    token_s: float = 0.0
+    decode_s: float = 0.0
     stall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Decoding in a stretch of time: tokens, experts read, those that Belady's policy would have read, in bytes; the
-    time that the tokens took, and the part of it without their experts."""
+    """Decoding in a stretch of time: experts read, and those that Belady's policy would have read, in bytes; the tokens
+    whose time is known, that time, and the part of it without their experts."""
 
     tokens: int = 0
     bytes_read: int = 0
     bytes_belady: int = 0
-    token_s: float = 0.0
+    decode_s: float = 0.0
     stall_s: float = 0.0
 
 
@@ -91,12 +91,12 @@ class Meter:
         last, stall_s = self._last, self._stall_s
         self._last, self._stall_s = event, 0.0
         self.counts["tokens"] += event.rows
-        chapter.n_tokens += event.rows == 1
         if last is None or event.rows != 1 or last.rows != 1:
             return
         seconds = (event.time_us - last.time_us) % 2**32 / 1e6
         if event.stream == last.stream and event.step == last.step + 1 and seconds < MAX_TOKEN_S:
-            chapter.token_s += seconds
+            chapter.n_tokens += 1
+            chapter.decode_s += seconds
             chapter.stall_s += min(stall_s, seconds)
             self.on_token(seconds, min(stall_s, seconds))
 
@@ -144,7 +144,7 @@ class Meter:
                 chapter.n_tokens,
                 chapter.n_misses * record_bytes,
                 n_best * record_bytes,
-                chapter.token_s,
+                chapter.decode_s,
                 chapter.stall_s,
             )
         )

@@ -240,7 +240,8 @@ class PrefetchDaemon(Daemon):
         self._check_experts("PinExperts", message.layer, message.experts)
         keys = [(message.layer, expert) for expert in message.experts]
         n_pinnable = serving.pin(keys) if message.is_pinned else serving.unpin(keys)
-        self.reply(peer, PinState(message.request_id, len(serving.residency.pinned), n_pinnable))
+        n_pinned = len(serving.residency.pinned)
+        self.reply(peer, PinState(message.request_id, n_pinned, n_pinnable, *serving.n_pinned_of(keys)))
 
     def on_resize_pool(self, peer: bytes, message: ResizePool) -> None:
         serving = self._in_service()

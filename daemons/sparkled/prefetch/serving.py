@@ -220,6 +220,11 @@ class Serving:
         self.residency.pinned -= set(keys)
         return sum(self._n_pinnable())
 
+    def n_pinned_of(self, keys: Sequence[Key]) -> tuple[int, int]:
+        """How many of `keys` are pinned, and how many of these have no slot that could be read yet."""
+        pinned = self.residency.pinned.intersection(keys)
+        return len(pinned), sum(self.segments.pool.lookup(*key) < 0 for key in pinned)
+
     def _n_pinnable(self) -> list[int]:
         """Slots of each class beyond what a step needs at once: pins may take those."""
         floor = budget.floor_slots(self._store, self._plan.prefill_rows)
@@ -302,7 +307,7 @@ class Serving:
             "judged_tokens": judged.tokens,
             "judged_bytes_read": judged.bytes_read,
             "judged_bytes_belady": judged.bytes_belady,
-            "judged_token_s": judged.token_s,
+            "judged_decode_s": judged.decode_s,
             "judged_stall_s": judged.stall_s,
             "policy": policy_name(self._settings.policy),
             "prefetch_active": self.forecasts.active or "off",

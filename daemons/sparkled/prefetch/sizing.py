@@ -54,11 +54,17 @@ class Sizing:
         self._sizes = [layout.record_bytes for layout in store.classes]
         self._floor = budget.floor_slots(store, plan.prefill_rows)
         self._target = list(extent.in_force)
+        most = max(self._bytes(plan.slots), extent.n_bytes)
+        if extent.asked_bytes:  # of a predecessor, which may have been killed on the way there, or kept it smaller
+            slots = self._slots(extent.asked_bytes)
+            most = self._bytes(slots)
+            if not is_governed:
+                self._target = slots
         self._asked: list[_Asked] = []
         self._watch = MemoryWatch()
         self.reading = self._watch.read()
         slots_bytes = sum(size for n, size in zip(plan.slots, self._sizes, strict=True) if n)
-        self.governor = Governor(max(self._bytes(plan.slots), extent.n_bytes), self._bytes(self._floor), slots_bytes)
+        self.governor = Governor(most, self._bytes(self._floor), slots_bytes)
         self.counts: Counter[str] = Counter()
 
     def ask(self, text: str, done: Callable[[str], None]) -> None:
@@ -84,10 +90,12 @@ class Sizing:
         room, detail = self.governor.room(self.reading, self._extent.n_bytes), ""
         if n_bytes > max(room, self._extent.n_bytes):
             detail = f"{gb(n_bytes)} does not fit now: {gb(self.reading.available_bytes)} left ({self.reading.where})"
-            slots = self._slots(max(room, self._extent.n_bytes))
+            n_bytes = max(room, self._extent.n_bytes)
+            slots = self._slots(n_bytes)
         elif n_bytes < asked_bytes:
             detail = f"all experts are {gb(n_bytes)}: a larger pool would have no use"
         self.governor.set_target(self._bytes(slots))
+        self._extent.asked_bytes = n_bytes  # not rounded: what is rounded to whole slots twice may lose one
         self._change_target(slots)
         self._asked.append(_Asked(done, detail, time.monotonic() + config.RESIZE_DEADLINE_S))
         log.info("pool_resize asked=%r target=%d", text, self._bytes(slots))
@@ -110,7 +118,8 @@ class Sizing:
     def step(self) -> None:
         """Go a part of the way to the target; call often."""
         try:
-            for layout, target in enumerate(self._target):
+            for layout in range(len(self._target)):
+                target = self._target[layout]  # which _may_grow may have taken back for all classes
                 if target < self._extent.in_force[layout]:
                     self._on_shrink()
                     self._extent.shrink(layout, target, self._residency.retire)

@@ -1,7 +1,7 @@
 """`sparkle-ctl pool`, `pin` and `unpin`: change the pool of a running prefetch daemon.
 
-Owns the commands and their words. The daemon decides what fits; nothing here outlives it: after a restart the settings
-count again.
+Owns the commands and their words. The daemon decides what fits. A crash of it ends pins, not the pool and its size;
+after an orderly end the settings count again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def pool() -> None:
 def resize(ctx: click.Context, size: str) -> None:
     """Make the pool SIZE large: 24GB, 512MiB, or a share of the experts such as 25%.
 
-    Requests go on meanwhile. The size holds until the daemon ends; SPARKLE_POOL makes it last.
+    Requests go on meanwhile. The size holds until the daemon is stopped, also over
+    its crashes; SPARKLE_POOL makes it last.
     """
     from sparkle._requests import new_id
     from sparkle.cli._ask import ask
@@ -90,9 +91,13 @@ def _set_pinned(ctx: click.Context, layer: int, texts: Sequence[str], is_pinned:
 
     message = PinExperts(new_id(), layer, _experts(texts), is_pinned)
     state = ask(_rundir(ctx), "prefetch", message, config.HELLO_DEADLINE_S, PinState)
-    click.echo(f"pinned: {state.n_pinned:,} of at most {state.n_pinnable:,} experts")
-    if is_pinned and state.n_pinned >= state.n_pinnable:
-        click.echo("note: no more may be pinned; if some of yours are not, enlarge the pool or unpin others")
+    n_asked, n_pinned, n_absent = len(message.experts), state.n_asked_pinned, state.n_asked_absent
+    if is_pinned:
+        waiting = f", {n_absent:,} of these still to be read" if n_absent else ", all in the pool"
+        click.echo(f"pinned: {n_pinned:,} of the {n_asked:,} asked for{waiting if n_pinned else ''}")
+    click.echo(f"in all: {state.n_pinned:,} of at most {state.n_pinnable:,} experts")
+    if is_pinned and n_pinned < n_asked:
+        click.echo(f"note: no more may be pinned, {n_asked - n_pinned:,} are not; enlarge the pool or unpin others")
 
 
 def _experts(texts: Sequence[str]) -> list[int]:

@@ -165,7 +165,7 @@ def _reads(table: Table, m: _Metrics) -> None:
 
 def _judgement(table: Table, m: _Metrics) -> None:
     """How decoding did in the last minutes, next to the policy that knows the future (R_B, eta) and to no waiting."""
-    n_tokens, token_s, stall_s = (m.number("judged_" + name) for name in ("tokens", "token_s", "stall_s"))
+    n_tokens, decode_s, stall_s = m.number("judged_tokens"), m.number("judged_decode_s"), m.number("judged_stall_s")
     read, best = m.number("judged_bytes_read"), m.number("judged_bytes_belady")
     if not n_tokens:
         table.add_row("R_B", "–", "nothing judged yet: that takes a minute of use")
@@ -174,21 +174,18 @@ def _judgement(table: Table, m: _Metrics) -> None:
         table.add_row("R_B", f"{read / best:.2f} x", f"the bytes that the optimum reads{_eta(m)}")
     else:
         table.add_row("R_B", "–", f"the optimum reads nothing{_eta(m)}")
-    if token_s:  # judged_stall_s is of the tokens in judged_token_s, which may be fewer than those judged
-        table.add_row(
-            "stall",
-            format_ms(1e3 * stall_s / n_tokens),
-            f"per token{DOT}{_share(stall_s, token_s)} of the time{DOT}last {format_count(n_tokens)} decoded",
-        )
+    stall, decode = (format_ms(1e3 * seconds / n_tokens) for seconds in (stall_s, decode_s))
+    share = f"{_share(stall_s, decode_s)} of {decode} per token"
+    table.add_row("stall", stall, f"{share}{DOT}last {format_count(n_tokens)} decoded")
 
 
 def _eta(m: _Metrics) -> str:
     """The time that a token needs at least, of the time that it took: computing, or reading what the optimum reads."""
-    token_s, bytes_per_s = m.number("judged_token_s"), m.number("disk_bytes_per_s")
-    if not token_s or not bytes_per_s:
+    decode_s, bytes_per_s = m.number("judged_decode_s"), m.number("disk_bytes_per_s")
+    if not decode_s or not bytes_per_s:
         return ""
-    needed_s = max(token_s - m.number("judged_stall_s"), m.number("judged_bytes_belady") / bytes_per_s)
-    return f"{DOT}η {_share(needed_s, token_s)}"
+    needed_s = max(decode_s - m.number("judged_stall_s"), m.number("judged_bytes_belady") / bytes_per_s)
+    return f"{DOT}η {_share(needed_s, decode_s)}"
 
 
 def _prefetch(table: Table, m: _Metrics) -> None:
@@ -197,8 +194,8 @@ def _prefetch(table: Table, m: _Metrics) -> None:
     by_source = {source: n for source, n in m.nested("predicted_bytes").items() if source != "fill"}
     if not by_source:
         return
-    # who runs, else whom the reason speaks of before its figures, else who has read most
-    tried = reason.partition("(")[0].split()
+    # who runs, else who is on trial or was last, else who has read most
+    tried = reason.partition(";")[0].partition("(")[0].split()
     shown = max(by_source, key=lambda x: (x == active, x in tried, by_source[x].get("issued", 0)))
     n_bytes = by_source[shown]
     parts = DOT.join(f"{format_bytes(n_bytes.get(outcome, 0))} {outcome}" for outcome in ("used", "late", "wasted"))
