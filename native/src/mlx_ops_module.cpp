@@ -5,12 +5,16 @@
 // data: a Buffer that starts 8 bytes earlier yields our pointer, and those 8 bytes lie in the region's header page.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <mlx/mlx.h>
 
 #include <stdexcept>
+
+#include "cpu_ops.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;
@@ -51,9 +55,48 @@ mx::array adopt(nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device:
   return mx::array(mx::allocator::Data(buffer, release), mx::Shape(shape.begin(), shape.end()), type);
 }
 
+// (address, bytes from slot to slot) of a projection's three pieces, and what they hold.
+sparkle::Projection projection(const std::vector<std::pair<std::uintptr_t, std::size_t>>& pieces, int n_out, int n_in,
+                               int group_size, int bits, const std::string& dtype) {
+  if (pieces.size() != 3 || pieces[1].second != pieces[2].second)
+    throw std::invalid_argument("a projection has weights, scales and biases, the last two alike");
+  const auto type = dtype == "F32"    ? sparkle::Float::kF32
+                    : dtype == "BF16" ? sparkle::Float::kBF16
+                                      : sparkle::Float::kF16;
+  if (type == sparkle::Float::kF16 && dtype != "F16") throw std::invalid_argument("scales of dtype '" + dtype + "'");
+  const auto at = [&](int i) { return reinterpret_cast<const std::uint8_t*>(pieces[i].first); };
+  return {at(0),
+          at(1),
+          at(2),
+          pieces[0].second,
+          pieces[1].second,
+          {nullptr, nullptr, nullptr, type, bits, group_size, n_out, n_in}};
+}
+
 }  // namespace
 
 NB_MODULE(_mlx_ops, m) {
   nb::set_leak_warnings(false);  // adopted arrays may outlive this module at exit: the process ends with them
   m.def("adopt", &adopt, "bytes"_a, "shape"_a, "dtype"_a);
+
+  m.def("kernel_names", &sparkle::kernel_names);
+  nb::class_<sparkle::Processor>(m, "Processor")
+      .def(nb::init<const std::string&, int, int>(), "kernels"_a, "n_threads"_a, "spin_us"_a)
+      .def_prop_ro("kernels", [](const sparkle::Processor& p) { return std::string(p.use.name); })
+      .def_prop_ro("n_threads", [](const sparkle::Processor& p) { return p.workers.n_threads(); });
+  nb::class_<sparkle::Projection>(m, "Projection")
+      .def(
+          "__init__",
+          [](sparkle::Projection* self, const std::vector<std::pair<std::uintptr_t, std::size_t>>& pieces, int n_out,
+             int n_in, int group_size, int bits, const std::string& dtype) {
+            new (self) sparkle::Projection(projection(pieces, n_out, n_in, group_size, bits, dtype));
+          },
+          "pieces"_a, "n_out"_a, "n_in"_a, "group_size"_a, "bits"_a, "dtype"_a);
+  nb::class_<sparkle::ExpertRegion>(m, "ExpertRegion")
+      .def(nb::init<std::uint32_t, std::uint32_t, sparkle::Projection, sparkle::Projection, sparkle::Projection>(),
+           "first_slot"_a, "n_slots"_a, "gate"_a, "up"_a, "down"_a);
+  nb::class_<sparkle::ExpertMlp>(m, "ExpertMlp").def(nb::init<std::vector<sparkle::ExpertRegion>>(), "regions"_a);
+  m.def("quantized_linear", &sparkle::quantized_linear, "processor"_a, "x"_a, "w"_a, "scales"_a, "biases"_a,
+        "group_size"_a, "bits"_a);
+  m.def("expert_mlp", &sparkle::expert_mlp, "processor"_a, "experts"_a, "x"_a, "slots"_a);
 }

@@ -11,6 +11,7 @@
 
 #include "belady.h"
 #include "control.h"
+#include "learned.h"
 #include "mapping.h"
 #include "reader.h"
 #include "ring.h"
@@ -79,6 +80,16 @@ void set_client(Header& header, std::uint32_t bit, const std::string& name) {
   if (bit >= kMaxClients) throw std::out_of_range("client bit");
   if (name.size() >= sizeof(Incarnation)) throw std::invalid_argument("client name too long");
   std::memcpy(header.clients[bit].name, name.c_str(), name.size() + 1);
+}
+
+std::vector<std::tuple<std::size_t, std::uint32_t>> next_victims(LearnedPolicy::Victims& victims, std::size_t n) {
+  std::vector<std::tuple<std::size_t, std::uint32_t>> keys;
+  while (keys.size() < n) {
+    const auto key = victims.next();
+    if (!key) break;
+    keys.emplace_back(key->place, key->expert);
+  }
+  return keys;
 }
 
 template <typename T>
@@ -303,6 +314,40 @@ NB_MODULE(_native, m) {
       .def("keep_open", &Reader::keep_open, "fd"_a)
       .def_prop_ro("event_fd", [](Reader& r) { return r.event_fd(); })
       .def_prop_ro("name", [](Reader& r) { return r.name(); });
+
+  nb::class_<LearnedPolicy::Victims>(m, "LearnedVictims").def("next", &next_victims, "n"_a);
+
+  nb::class_<LearnedPolicy>(m, "LearnedPolicy")
+      .def_static(
+          "create",
+          [](const std::vector<std::tuple<std::uint32_t, std::uint32_t>>& layers) {
+            std::vector<LearnedPolicy::Shape> shapes;
+            for (auto [n_experts, top_k] : layers) shapes.push_back({n_experts, top_k});
+            return LearnedPolicy(shapes);
+          },
+          "layers"_a)
+      .def(
+          "seed", [](LearnedPolicy& p, std::size_t place, const std::vector<double>& shares) { p.seed(place, shares); },
+          "place"_a, "shares"_a)
+      .def(
+          "turn",
+          [](LearnedPolicy& p, std::size_t place, std::uint32_t stream, std::uint32_t rows, std::uint32_t token,
+             const std::vector<std::uint32_t>& experts) { p.turn(place, {stream, rows, token, experts}); },
+          "place"_a, "stream"_a, "rows"_a, "token"_a, "experts"_a)
+      .def("put", &LearnedPolicy::put, "place"_a, "expert"_a)
+      .def("take", &LearnedPolicy::take, "place"_a, "expert"_a)
+      .def(
+          "victims", [](const LearnedPolicy& p) { return LearnedPolicy::Victims(p); }, nb::keep_alive<0, 1>())
+      .def(
+          "values",
+          [](const LearnedPolicy& p, std::size_t place) {
+            const auto values = p.values(place);
+            return nb::cast(nb::ndarray<nb::numpy, const float, nb::ndim<1>>(values.data(), {values.size()}),
+                            nb::rv_policy::copy);
+          },
+          "place"_a)
+      .def_prop_ro("weights",
+                   [](const LearnedPolicy& p) { return std::vector<double>(p.weights().begin(), p.weights().end()); });
 
   m.def(
       "belady",

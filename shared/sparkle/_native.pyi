@@ -152,6 +152,38 @@ class Reader:
     @property
     def name(self) -> str: ...
 
+class LearnedVictims:
+    """Keys in the pool, from the one to evict first; means nothing after another call of the policy."""
+
+    def next(self, n: int) -> list[tuple[int, int]]:
+        """The next `n` (place, expert), fewer only at the end."""
+
+class LearnedPolicy:
+    """What the policy `learned` computes; see native/src/learned.h. A layer is named by its place in `layers`.
+
+    Used by one thread. Ids out of range raise IndexError and change nothing.
+    """
+
+    @staticmethod
+    def create(layers: Sequence[tuple[int, int]]) -> LearnedPolicy:
+        """layers: (n_experts, top_k) in the order of their turns. ValueError for one that can't be."""
+    def seed(self, place: int, shares: Sequence[float]) -> None:
+        """Recorded usage, one share in [0, 1] for each expert."""
+    def turn(self, place: int, stream: int, rows: int, token: int, experts: Sequence[int]) -> None:
+        """A step uses these experts of a layer; the arguments are the fields of sparkle.trace.Event."""
+    def put(self, place: int, expert: int) -> None: ...
+    def take(self, place: int, expert: int) -> None: ...
+    def victims(self) -> LearnedVictims:
+        """The order that follows from `values`, each times 0.6 ** (layers until the layer's turn / all layers).
+
+        Of equals, the smaller place and expert come first.
+        """
+    def values(self, place: int) -> npt.NDArray[np.float32]:
+        """Of each expert, as of its layer's last turn; a copy."""
+    @property
+    def weights(self) -> list[float]:
+        """What all experts have in common: bias, usage, and the token's followers, its last occasion first."""
+
 def belady(
     keys: npt.NDArray[np.uint32],
     offsets: npt.NDArray[np.uint64],

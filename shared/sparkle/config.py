@@ -34,6 +34,8 @@ RESIZE_DEADLINE_S = 20.0  # a resize of the pool is answered by then, done or no
 PROFILE_S = 20.0  # interval at which recorded usage is saved
 
 PREFETCH = ("auto", "off", "router", "token", "previous")  # sparkled/prefetch/forecasts.py
+# native/src/kernels.h; scalar = bit for bit what MLX computes on x86; mlx = MLX's own code
+KERNELS = ("auto", "avx512", "avx2", "neon", "portable", "scalar", "mlx")
 
 
 def parse_size(text: str) -> int:
@@ -119,6 +121,8 @@ class Settings:
     governor: str = _setting("on", _choice("on", "off"), "shrink the pool when memory gets short, grow it back later")
     state_dir: Path = _setting(_default_state_dir, _path, "folder of what outlives a run: usage profiles")
     device: str = _setting("auto", _choice("auto", "cpu", "gpu"), "MLX device; auto takes the GPU if mlx has one")
+    kernels: str = _setting("auto", _choice(*KERNELS), "CPU kernels; auto = the fastest that this processor can run")
+    threads: int = _setting("0", _integer(0, 256), "threads of the CPU kernels; 0 = all cores but one")
     io: str = _setting("auto", _choice("auto", "uring", "threads"), "how records are read; auto = io_uring if allowed")
     direct_io: str = _setting("auto", _choice("auto", "on", "off"), "bypass the page cache; auto = if the disk can")
     read_depth: int = _setting("0", _integer(0, 64), "reads under way at once; 0 = measured at start")

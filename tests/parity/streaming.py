@@ -25,6 +25,7 @@ from sparkle.errors import ConfigError
 from sparkle.pool_client import PoolClient
 from sparkle.rundir import RunDir
 from sparkle.store import Store
+from sparkled.compute import cpu
 from sparkled.compute.loader import load
 from sparkled.compute.slots import PoolArrays
 from sparkled.compute.streamed import ExpertSource
@@ -73,7 +74,7 @@ def resident(checkpoint: Path, prefill_rows: int = 64) -> Model:
 
 
 @contextmanager
-def streamed(store_path: Path, pool: str, **env: str) -> Iterator[Model]:
+def streamed(store_path: Path, pool: str, kernels: str = "scalar", **env: str) -> Iterator[Model]:
     """The same model over a pool of `pool` (a share or a size). Checks at the end that no expert was unplaced."""
     store = Store.open(store_path)
     settings = {"SPARKLE_MODEL": str(store_path), "SPARKLE_POOL": pool, **env}
@@ -88,7 +89,8 @@ def streamed(store_path: Path, pool: str, **env: str) -> Iterator[Model]:
         try:
             client.attach(ATTACH_S)
             source = ExpertSource(client, PoolArrays(client, mx.float32))
-            model = Model(load(store, source).model, source, plan.prefill_rows)
+            loaded = load(store, source, cpu.processor(kernels, threads=2))
+            model = Model(loaded.model, source, plan.prefill_rows)
             model.client, model.prefetch = client, prefetch
             yield model
             metrics = prefetch.status().metrics

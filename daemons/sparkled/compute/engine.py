@@ -22,6 +22,7 @@ from sparkle.errors import Cancelled, ConfigError, PoolError, SparkleError, Stor
 from sparkle.pool_client import PoolClient
 from sparkle.rundir import RunDir
 from sparkle.store import Store
+from sparkled.compute import cpu
 from sparkled.compute.generation import Generation, Phase, Turn
 from sparkled.compute.loader import LoadedModel, load
 from sparkled.compute.sampler import Choice
@@ -175,7 +176,10 @@ class Engine:
         arrays = PoolArrays(self._client, widen_to=mx.float32 if is_cpu else None)
         source = ExpertSource(self._client, arrays)
         began = time.monotonic()
-        loaded = load(self._store, source)
+        processor = cpu.processor(self._settings.kernels, self._settings.threads) if is_cpu else None
+        loaded = load(self._store, source, processor)
+        if processor is not None:
+            self.device += f" ({processor.kernels}, {processor.n_threads} threads)"
         self.device += f", {str(loaded.dtype).rpartition('.')[2]}"
         log.info("loaded model_type=%s seconds=%.1f", self._store.config.get("model_type"), time.monotonic() - began)
         return loaded, source

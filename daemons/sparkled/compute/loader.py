@@ -16,10 +16,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
+from sparkle import _mlx_ops
 from sparkle.errors import BadRequest, StorageError
-from sparkle.manifest import Quant
+from sparkle.manifest import ExpertLayer, Quant
 from sparkle.messages import Sampling
 from sparkle.store import Store, verify_file
+from sparkled.compute import cpu
 from sparkled.compute.sampler import resolve
 from sparkled.compute.streamed import ExpertSource, StreamedExperts
 
@@ -42,12 +44,15 @@ def compute_dtype() -> Any | None:
     return mx.float32 if mx.default_device().type == mx.DeviceType.cpu else None
 
 
-def load(store: Store, source: ExpertSource) -> LoadedModel:
-    """Return the model, its weights evaluated. Raises StorageError naming what doesn't fit."""
+def load(store: Store, source: ExpertSource, processor: _mlx_ops.Processor | None = None) -> LoadedModel:
+    """Return the model, its weights evaluated. Raises StorageError naming what doesn't fit.
+
+    processor: computes quantised weights on the CPU in the place of MLX's own code.
+    """
     model = _build(store)
     quants = _quants(store)
     nn.quantize(model, class_predicate=lambda path, _: _as_arguments(quants.get(path)))
-    _stream_experts(model, store, source)
+    _stream_experts(model, store, source, processor)
     with store.resident_path.open("rb", buffering=0) as file:
         verify_file(store, store.resident_path.name, file)  # and into the page cache, whence mx.load reads it
     try:
@@ -55,6 +60,9 @@ def load(store: Store, source: ExpertSource) -> LoadedModel:
         model.load_weights(list(weights.items()), strict=True)
     except (ValueError, RuntimeError) as e:  # RuntimeError: not a sound safetensors file
         raise StorageError(f"{store.resident_path} does not fit mlx-lm's model: {e}; prepare the store again") from e
+    if processor is not None:
+        cpu.replace_linears(model, processor)
+    _look_ahead(model, store)
     dtype = compute_dtype()
     if dtype is not None:
         model.set_dtype(dtype)
@@ -70,17 +78,28 @@ def load(store: Store, source: ExpertSource) -> LoadedModel:
     )
 
 
-def _stream_experts(model: Any, store: Store, source: ExpertSource) -> None:
-    """Put a StreamedExperts in the place of every switch, and show each the routers of the layers that follow."""
-    layers = [layer for layer in store.layers if layer.kind == "main"]
+def _stream_experts(model: Any, store: Store, source: ExpertSource, processor: _mlx_ops.Processor | None) -> None:
+    """Put a StreamedExperts in the place of every switch."""
+    for layer in _main_layers(store):
+        block, name = _parent(model, layer.module)
+        layout = store.classes[layer.layout]
+        setattr(block, name, StreamedExperts(getattr(block, name), layer, layout, source, processor))
+
+
+def _look_ahead(model: Any, store: Store) -> None:
+    """Show each StreamedExperts the routers of the layers that follow."""
+    layers = _main_layers(store)
     blocks = [_parent(model, layer.module) for layer in layers]
-    for layer, (block, name) in zip(layers, blocks, strict=True):
-        setattr(block, name, StreamedExperts(getattr(block, name), layer, store.classes[layer.layout], source))
     gates = [block.get("gate") for block, _ in blocks]
-    routers = [gate if isinstance(gate, nn.Linear | nn.QuantizedLinear) else None for gate in gates]
+    is_router = (nn.Linear, nn.QuantizedLinear, cpu.NativeLinear)
+    routers = [gate if isinstance(gate, is_router) else None for gate in gates]
     for i, (block, name) in enumerate(blocks):
         ahead = zip(layers[i + 1 : i + 1 + LOOK_AHEAD], routers[i + 1 :], strict=False)
         getattr(block, name).look_ahead([(layer, router) for layer, router in ahead if router is not None])
+
+
+def _main_layers(store: Store) -> list[ExpertLayer]:
+    return [layer for layer in store.layers if layer.kind == "main"]
 
 
 def _build(store: Store) -> Any:

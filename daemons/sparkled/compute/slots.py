@@ -19,6 +19,7 @@ from sparkle.errors import PoolError
 from sparkle.manifest import Piece
 from sparkle.pool_client import PoolClient
 from sparkle.regions import Region
+from sparkled.compute import cpu
 
 _DTYPES = {
     "U8": mx.uint8,
@@ -47,6 +48,7 @@ class PoolArrays:
         self._widen_to = widen_to
         self._generation = -1
         self._rows: list[list[Rows]] = []
+        self._experts: dict[int, _mlx_ops.ExpertMlp] = {}
         self.adoption = ""
 
     def take(self, layout: int, slots: npt.ArrayLike) -> tuple[list[mx.array], npt.NDArray[np.int64]]:
@@ -75,11 +77,21 @@ class PoolArrays:
             raise PoolError("a slot lies outside every region of the pool; restart the daemons")
         return [p[0] if len(p) == 1 else mx.concatenate(list(p)) for p in zip(*parts, strict=True)], place
 
+    def experts(self, layout: int) -> _mlx_ops.ExpertMlp:
+        """What computes the experts of a layout class where they lie; see cpu.can_compute."""
+        if self._generation != self._client.generation:
+            self._open()
+        if layout not in self._experts:
+            self.adoption = "in place"
+            self._experts[layout] = cpu.expert_mlp([r for r in self._client.regions if r.spec.layout == layout])
+        return self._experts[layout]
+
     def _widened(self, array: mx.array, piece: Piece) -> mx.array:
         return array.astype(self._widen_to) if self._widen_to is not None and piece.dtype in _FLOATS else array
 
     def _open(self) -> None:
         self._rows = [[self._rows_of(region, i) for i in range(len(region.pieces))] for region in self._client.regions]
+        self._experts = {}
         self._generation = self._client.generation
 
     def _rows_of(self, region: Region, index: int) -> Rows:

@@ -21,10 +21,12 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+from sparkle import _mlx_ops
 from sparkle.errors import Cancelled, StorageError
 from sparkle.manifest import ExpertLayer, LayoutClass
 from sparkle.pool_client import Fetch, PoolClient
 from sparkle.trace import Origin
+from sparkled.compute import cpu
 from sparkled.compute.slots import PoolArrays
 
 Indices = NDArray[np.int64]
@@ -109,6 +111,10 @@ class ExpertSource:
         """Return each piece's rows of held `slots`; see PoolArrays.take."""
         return self._arrays.take(layer.layout, slots)
 
+    def experts(self, layer: ExpertLayer) -> _mlx_ops.ExpertMlp:
+        """What computes a layer's experts in held slots."""
+        return self._arrays.experts(layer.layout)
+
     def built(self, output: mx.array) -> None:
         """`output` is what was built from the slots held now."""
         self._output = output
@@ -127,10 +133,20 @@ class StreamedExperts(nn.Module):  # type: ignore[misc]  # mlx is untyped
 
     `_ahead`: routers of the MoE layers that follow, by store layer, set by the loader. Given this layer's input they
     guess, ahead of time, what those layers will choose.
+
+    processor: computes the experts where they lie, if it can; None: MLX does, on copies.
     """
 
-    def __init__(self, switch: nn.Module, layer: ExpertLayer, layout: LayoutClass, source: ExpertSource) -> None:
+    def __init__(
+        self,
+        switch: nn.Module,
+        layer: ExpertLayer,
+        layout: LayoutClass,
+        source: ExpertSource,
+        processor: _mlx_ops.Processor | None,
+    ) -> None:
         super().__init__()
+        self._processor = processor if cpu.can_compute(switch, layout) else None
         self._switch = switch  # the underscore keeps it out of parameters()
         self._layer = layer
         self._source = source
@@ -185,6 +201,10 @@ class StreamedExperts(nn.Module):  # type: ignore[misc]  # mlx is untyped
 
     def _compute(self, x: mx.array, slots: NDArray[np.int64], local: Indices, *args: Any, **kwargs: Any) -> mx.array:
         """Run the switch over the experts in held `slots`, named by `local` (…, top_k). Returns (…, top_k, hidden)."""
+        if self._processor is not None:
+            experts, places = self._source.experts(self._layer), mx.array(slots[local].astype(np.int32))
+            rows, top = x.reshape(-1, x.shape[-1]), places.reshape(-1, places.shape[-1])
+            return _mlx_ops.expert_mlp(self._processor, experts, rows, top).reshape(*local.shape, -1)
         pieces, place = self._source.take(self._layer, slots)
         for (projection, name), array in zip(self._targets, pieces, strict=True):
             projection[name] = array
