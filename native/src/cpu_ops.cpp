@@ -20,21 +20,17 @@ Float float_type(const mx::array& a) {
 // What every operation here has in common: nothing is ever the same as another call, and nothing runs on a GPU.
 class CpuOp : public mx::UnaryPrimitive {
  public:
-  explicit CpuOp(mx::Stream stream, std::shared_ptr<Processor> processor)
-      : mx::UnaryPrimitive(stream), processor_(std::move(processor)) {}
+  using mx::UnaryPrimitive::UnaryPrimitive;
 
   void eval_gpu(const std::vector<mx::array>&, mx::array&) override {
     throw std::runtime_error(std::string(name()) + " runs on the CPU backend only");
   }
-
- protected:
-  std::shared_ptr<Processor> processor_;
 };
 
 class QuantizedLinear : public CpuOp {
  public:
   QuantizedLinear(mx::Stream stream, std::shared_ptr<Processor> processor, QuantMatrix shape)
-      : CpuOp(stream, std::move(processor)), shape_(shape) {}
+      : CpuOp(stream), processor_(std::move(processor)), shape_(shape) {}
 
   const char* name() const override { return "SparkleQuantizedLinear"; }
 
@@ -50,13 +46,14 @@ class QuantizedLinear : public CpuOp {
   }
 
  private:
+  std::shared_ptr<Processor> processor_;
   QuantMatrix shape_;
 };
 
 class ExpertMlpOp : public CpuOp {
  public:
   ExpertMlpOp(mx::Stream stream, std::shared_ptr<Processor> processor, std::shared_ptr<ExpertMlp> experts)
-      : CpuOp(stream, std::move(processor)), experts_(std::move(experts)) {}
+      : CpuOp(stream), processor_(std::move(processor)), experts_(std::move(experts)) {}
 
   const char* name() const override { return "SparkleExpertMlp"; }
 
@@ -76,7 +73,35 @@ class ExpertMlpOp : public CpuOp {
   }
 
  private:
+  std::shared_ptr<Processor> processor_;
   std::shared_ptr<ExpertMlp> experts_;
+};
+
+class StreamedMlpOp : public CpuOp {
+ public:
+  // call: its pointers are not used.
+  StreamedMlpOp(mx::Stream stream, std::shared_ptr<ExpertStream> experts, LayerCall call)
+      : CpuOp(stream), experts_(std::move(experts)), call_(std::move(call)) {}
+
+  const char* name() const override { return "SparkleStreamedMlp"; }
+
+  // inputs: x, indices, and the logits of each guess.
+  void eval_cpu(const std::vector<mx::array>& inputs, mx::array& out) override {
+    out.set_data(mx::allocator::malloc(out.nbytes()));
+    LayerCall call = call_;
+    call.x = inputs[0].data<float>();
+    call.indices = inputs[1].data<std::uint32_t>();
+    call.out = out.data<float>();
+    for (std::size_t i = 0; i < call.guesses.size(); ++i) {
+      Guess& guess = call.guesses[i];
+      guess.logits = inputs[2 + i].data<float>() + inputs[2 + i].size() - guess.n_experts;  // of the last row
+    }
+    mx::cpu::get_command_encoder(stream()).dispatch([experts = experts_, call] { experts->run(call); });
+  }
+
+ private:
+  std::shared_ptr<ExpertStream> experts_;
+  LayerCall call_;
 };
 
 }  // namespace
@@ -110,6 +135,26 @@ mx::array expert_mlp(std::shared_ptr<Processor> processor, std::shared_ptr<Exper
   const auto stream = mx::default_stream(mx::Device::cpu);
   return mx::array(shape, mx::float32, std::make_shared<ExpertMlpOp>(stream, std::move(processor), std::move(experts)),
                    std::vector<mx::array>{mx::contiguous(x, false, stream), mx::contiguous(slots, false, stream)});
+}
+
+mx::array streamed_mlp(std::shared_ptr<ExpertStream> experts, std::uint32_t layer, std::size_t layout, int n_out,
+                       const mx::array& x, const mx::array& indices, const std::vector<Forecast>& forecasts) {
+  if (x.dtype() != mx::float32 || x.ndim() != 2 || indices.dtype() != mx::uint32 || indices.ndim() != 2 ||
+      x.shape(0) != indices.shape(0))
+    throw std::invalid_argument("experts take x (n_rows, hidden) float32 and indices (n_rows, top_k) uint32");
+  const auto stream = mx::default_stream(mx::Device::cpu);
+  std::vector<mx::array> inputs{mx::contiguous(x, false, stream), mx::contiguous(indices, false, stream)};
+  std::vector<Guess> guesses;
+  for (const Forecast& f : forecasts) {
+    if (f.logits.dtype() != mx::float32 || f.logits.ndim() < 1 || f.logits.size() == 0)
+      throw std::invalid_argument("a forecast needs float32 logits (…, n_experts)");
+    guesses.push_back({f.layer, f.n, f.logits.shape(-1), nullptr});
+    inputs.push_back(mx::contiguous(f.logits, false, stream));
+  }
+  const mx::Shape shape{indices.shape(0), indices.shape(1), n_out};
+  LayerCall call{layer, layout, shape[0], shape[1], n_out, nullptr, nullptr, std::move(guesses), nullptr};
+  return mx::array(shape, mx::float32, std::make_shared<StreamedMlpOp>(stream, std::move(experts), std::move(call)),
+                   std::move(inputs));
 }
 
 }  // namespace sparkle

@@ -4,8 +4,9 @@
 #include <mlx/mlx.h>
 
 #include <memory>
+#include <vector>
 
-#include "experts.h"
+#include "expert_stream.h"
 
 namespace sparkle {
 
@@ -20,5 +21,21 @@ mlx::core::array quantized_linear(std::shared_ptr<Processor> processor, const ml
 // (n_rows, top_k, hidden) float32, zeros where the slot is -1.
 mlx::core::array expert_mlp(std::shared_ptr<Processor> processor, std::shared_ptr<ExpertMlp> experts,
                             const mlx::core::array& x, const mlx::core::array& slots);
+
+// The router of a later layer, asked about this layer's input: logits (…, n_experts) float32 of which the last row's `n`
+// largest are a guess.
+struct Forecast {
+  std::uint32_t layer;
+  int n;
+  mlx::core::array logits;
+};
+
+// The same for experts that are looked up in the pool while the step runs, and waited for if they are not there: x
+// (n_rows, hidden) float32, indices (n_rows, top_k) uint32 of `layer`, whose records have class `layout` and `n_out`
+// outputs: (n_rows, top_k, n_out) float32. To be evaluated between begin and end of `stream`, whose `check` then says
+// whether the result is one.
+mlx::core::array streamed_mlp(std::shared_ptr<ExpertStream> stream, std::uint32_t layer, std::size_t layout, int n_out,
+                              const mlx::core::array& x, const mlx::core::array& indices,
+                              const std::vector<Forecast>& forecasts);
 
 }  // namespace sparkle

@@ -8,6 +8,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <mlx/mlx.h>
@@ -73,6 +74,39 @@ sparkle::Projection projection(const std::vector<std::pair<std::uintptr_t, std::
           {nullptr, nullptr, nullptr, type, bits, group_size, n_out, n_in}};
 }
 
+// A Provider written in Python. Called by MLX's worker thread, which does not have the GIL.
+class PythonProvider : public sparkle::Provider {
+ public:
+  explicit PythonProvider(nb::object methods) : methods_(std::move(methods)) {}
+  ~PythonProvider() override {
+    nb::gil_scoped_acquire gil;
+    methods_.reset();
+  }
+  Slots look_up(std::uint32_t layer, const Experts& experts) override {
+    nb::gil_scoped_acquire gil;
+    return nb::cast<Slots>(methods_.attr("look_up")(layer, experts));
+  }
+  void fetch(std::uint32_t layer, const Experts& experts) override {
+    nb::gil_scoped_acquire gil;
+    methods_.attr("fetch")(layer, experts);
+  }
+  Slots wait() override {
+    nb::gil_scoped_acquire gil;
+    return nb::cast<Slots>(methods_.attr("wait")());
+  }
+  void hint(std::uint32_t layer, const Experts& experts) override {
+    nb::gil_scoped_acquire gil;
+    methods_.attr("hint")(layer, experts);
+  }
+
+ private:
+  nb::object methods_;
+};
+
+std::shared_ptr<sparkle::Client> client_of(const nb::capsule& capsule) {
+  return *static_cast<std::shared_ptr<sparkle::Client>*>(capsule.data(sparkle::Client::kCapsule));
+}
+
 }  // namespace
 
 NB_MODULE(_mlx_ops, m) {
@@ -99,4 +133,33 @@ NB_MODULE(_mlx_ops, m) {
   m.def("quantized_linear", &sparkle::quantized_linear, "processor"_a, "x"_a, "w"_a, "scales"_a, "biases"_a,
         "group_size"_a, "bits"_a);
   m.def("expert_mlp", &sparkle::expert_mlp, "processor"_a, "experts"_a, "x"_a, "slots"_a);
+
+  nb::class_<sparkle::ExpertStream>(m, "ExpertStream")
+      .def(nb::init<std::shared_ptr<sparkle::Processor>>(), "processor"_a)
+      .def(
+          "attach",
+          [](sparkle::ExpertStream& s, const nb::capsule& client,
+             std::vector<std::shared_ptr<sparkle::ExpertMlp>> experts) {
+            s.attach(client_of(client), std::move(experts));
+          },
+          "client"_a, "experts"_a)
+      .def(
+          "begin",
+          [](sparkle::ExpertStream& s, std::uint32_t step, std::uint16_t stream, std::uint16_t rows,
+             std::uint32_t token, nb::object provider) {
+            s.begin({step, stream, rows, token}, std::make_unique<PythonProvider>(std::move(provider)));
+          },
+          "step"_a, "stream"_a, "rows"_a, "token"_a, "provider"_a)
+      .def("check", &sparkle::ExpertStream::check)
+      .def("end", &sparkle::ExpertStream::end);
+  m.def(
+      "streamed_mlp",
+      [](std::shared_ptr<sparkle::ExpertStream> stream, std::uint32_t layer, std::size_t layout, int n_out,
+         const mx::array& x, const mx::array& indices,
+         const std::vector<std::tuple<std::uint32_t, int, mx::array>>& forecasts) {
+        std::vector<sparkle::Forecast> of;
+        for (const auto& [ahead, n, logits] : forecasts) of.push_back({ahead, n, logits});
+        return sparkle::streamed_mlp(std::move(stream), layer, layout, n_out, x, indices, of);
+      },
+      "stream"_a, "layer"_a, "layout"_a, "n_out"_a, "x"_a, "indices"_a, "forecasts"_a);
 }

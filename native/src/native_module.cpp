@@ -1,6 +1,7 @@
 // sparkle._native: bindings only. Its Python face is shared/sparkle/_native.pyi, written by hand.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -10,7 +11,7 @@
 #include <system_error>
 
 #include "belady.h"
-#include "control.h"
+#include "client.h"
 #include "learned.h"
 #include "mapping.h"
 #include "reader.h"
@@ -23,21 +24,9 @@ using namespace sparkle;
 
 namespace {
 
-// A control segment together with the mapping that it lives in.
-struct Segment {
-  std::shared_ptr<Mapping> mapping;
-  Control control;
-};
-
 struct Pool {  // what prefetch does
   Segment segment;
   Evictor evictor;
-};
-
-struct Client {  // what a pool client does
-  Segment segment;
-  Holder holder;
-  std::uint32_t bit;
 };
 
 Segment format(const std::string& name, std::uint32_t n_layers, std::uint32_t n_experts, std::uint32_t n_slots,
@@ -238,56 +227,38 @@ NB_MODULE(_native, m) {
   nb::class_<Client>(m, "PoolClient")
       .def_static(
           "attach",
-          [](const std::string& name, std::uint32_t bit) {
-            Segment s = attach(name, true);
-            return Client{s, Holder(s.control, bit), bit};
-          },
+          [](const std::string& name, std::uint32_t bit) { return std::make_shared<Client>(attach(name, true), bit); },
           "name"_a, "bit"_a)
-      .def_prop_ro("fingerprint", [](Client& c) { return std::string(c.segment.control.header().fingerprint); })
-      .def_prop_ro("layout", [](Client& c) { return std::string(c.segment.control.header().layout); })
-      .def_prop_ro("epoch", [](Client& c) { return c.segment.control.header().epoch.load(); })
-      .def_prop_ro("n_held", [](Client& c) { return c.holder.n_held(); })
-      .def_prop_ro("wants_hints", [](Client& c) { return c.segment.control.header().wants_hints.load() != 0; })
-      .def(
-          "absent",
-          [](Client& c, std::uint32_t layer, const std::vector<std::uint32_t>& experts) {
-            std::vector<std::uint32_t> out;
-            for (auto e : experts)
-              if (c.segment.control.table(layer, e).load() < 0) out.push_back(e);
-            return out;
-          },
-          "layer"_a, "experts"_a)
-      .def_prop_ro("ring_position", [](Client& c) { return c.segment.control.ring(c.bit).written.load(); })
-      .def(
-          "hold",
-          [](Client& c, std::uint32_t layer, const std::vector<std::uint32_t>& experts) {
-            std::vector<std::int32_t> slots;
-            for (auto e : experts) slots.push_back(c.holder.hold(layer, e));
-            return slots;
-          },
-          "layer"_a, "experts"_a)
-      .def(
-          "release",
-          [](Client& c, const std::vector<std::int32_t>& slots) {
-            for (auto s : slots)
-              if (s >= 0) c.holder.release(static_cast<std::uint32_t>(s));
-          },
-          "slots"_a)
+      .def_prop_ro("fingerprint", [](Client& c) { return std::string(c.control().header().fingerprint); })
+      .def_prop_ro("layout", [](Client& c) { return std::string(c.control().header().layout); })
+      .def_prop_ro("epoch", [](Client& c) { return c.control().header().epoch.load(); })
+      .def_prop_ro("n_held", [](Client& c) { return c.holder().n_held(); })
+      .def_prop_ro("wants_hints", [](Client& c) { return c.control().header().wants_hints.load() != 0; })
+      .def_prop_ro("ring_position", [](Client& c) { return c.ring().written.load(); })
+      .def("absent", &Client::absent, "layer"_a, "experts"_a)
+      .def("hold", &Client::hold, "layer"_a, "experts"_a)
+      .def("release", &Client::release, "slots"_a)
       .def(
           "drop_grants",
           [](Client& c, const std::vector<std::uint32_t>& slots) {
-            for (auto s : slots) c.holder.drop_grant(s);
+            for (auto s : slots) c.holder().drop_grant(s);
           },
           "slots"_a)
-      .def("reconcile", [](Client& c) { c.holder.reconcile(); })
+      .def("reconcile", [](Client& c) { c.holder().reconcile(); })
       .def(
           "push_event",
           [](Client& c, std::uint32_t step, std::uint16_t stream, std::uint16_t rows, std::uint32_t token,
              std::uint32_t layer, const std::vector<std::uint32_t>& experts, const std::vector<std::int32_t>& slots) {
             if (experts.size() != slots.size()) throw std::invalid_argument("experts and slots differ in length");
-            return ring_push(c.segment.control.ring(c.bit), {step, stream, rows, token}, layer, experts, slots);
+            return ring_push(c.ring(), {step, stream, rows, token}, layer, experts, slots);
           },
-          "step"_a, "stream"_a, "rows"_a, "token"_a, "layer"_a, "experts"_a, "slots"_a);
+          "step"_a, "stream"_a, "rows"_a, "token"_a, "layer"_a, "experts"_a, "slots"_a)
+      // For sparkle._mlx_ops, which knows nothing of this module's types.
+      .def("share", [](Client& c) {
+        auto* shared = new std::shared_ptr<Client>(c.shared_from_this());
+        return nb::capsule(shared, Client::kCapsule,
+                           [](void* p) noexcept { delete static_cast<std::shared_ptr<Client>*>(p); });
+      });
 
   nb::class_<Reader>(m, "Reader")
       .def_static("with_threads", &Reader::with_threads, "depth"_a, "block_bytes"_a, "record_bytes"_a)

@@ -1,6 +1,7 @@
 """Contract of native/src/mlx_ops_module.cpp. Import mlx.core first."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -54,4 +55,43 @@ def expert_mlp(processor: Processor, experts: ExpertMlp, x: mx.array, slots: mx.
     """x (n_rows, hidden) float32, slots (n_rows, top_k) int32, -1 for none: (n_rows, top_k, hidden) float32.
 
     The caller holds the slots until the result has been evaluated. Zeros where there is no slot. CPU backend only.
+    """
+
+class Provider(Protocol):
+    """Gets experts that are not in the pool. Called by MLX's thread, while the model thread waits for it."""
+
+    def look_up(self, layer: int, experts: list[int]) -> list[int]:
+        """Hold of `experts` what is there (-1 where nothing is) and tell the policy, waiting while the ring is full."""
+    def fetch(self, layer: int, experts: list[int]) -> None:
+        """Ask for experts, and go on."""
+    def wait(self) -> list[int]:
+        """The held slots of what was asked for. If the pool is another one by then, it was attached to the stream."""
+    def hint(self, layer: int, experts: list[int]) -> None:
+        """Tell what a later layer will probably want."""
+
+class ExpertStream:
+    """Looks experts up in the pool, waits for those that are absent and computes them, while a step's graph runs."""
+
+    def __init__(self, processor: Processor) -> None: ...
+    def attach(self, client: object, experts: Sequence[ExpertMlp | None]) -> None:
+        """client: PoolClient.share() of the pool now mapped; experts: by layout class, None where not computed here."""
+    def begin(self, step: int, stream: int, rows: int, token: int, provider: Provider) -> None:
+        """Start a step; the provider is kept until `end`."""
+    def check(self) -> None:
+        """Raise what went wrong since `begin`: from then on the results were NaN. Call it after each evaluation."""
+    def end(self) -> None: ...
+
+def streamed_mlp(
+    stream: ExpertStream,
+    layer: int,
+    layout: int,
+    n_out: int,
+    x: mx.array,
+    indices: mx.array,
+    forecasts: Sequence[tuple[int, int, mx.array]],
+) -> mx.array:
+    """x (n_rows, hidden) float32, indices (n_rows, top_k) uint32, experts of `layer`: (n_rows, top_k, n_out) float32.
+
+    forecasts: (later layer, n, router logits (…, n_experts) float32): the last row's `n` likeliest are hinted.
+    To be evaluated between `begin` and `end`. CPU backend only.
     """

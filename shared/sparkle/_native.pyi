@@ -134,6 +134,9 @@ class PoolClient:
     ) -> bool:
         """Tell the policy what a step of `rows` rows, the last of them `token`, uses; False if the ring is full."""
 
+    def share(self) -> object:
+        """This client for sparkle._mlx_ops, which keeps it alive."""
+
 class Reader:
     """Record reads, many at a time; see native/src/reader.h."""
 

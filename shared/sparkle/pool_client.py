@@ -167,10 +167,9 @@ class PoolClient:
         daemon took along when it ended, so the client attaches anew meanwhile, and looks again in what it gets.
         """
         full_since, resend_at = 0.0, 0.0
-        step, stream, rows = origin.step % 2**32, origin.stream % 2**16, min(origin.rows, 2**16 - 1)
         while True:
             slots = self.native.hold(layer, experts)
-            if self.native.push_event(step, stream, rows, origin.token, layer, experts, slots):
+            if self.native.push_event(*origin.words(), layer, experts, slots):
                 return slots
             self.release(slots)
             now = time.monotonic()

@@ -48,12 +48,16 @@ _READ_BYTES = 64 << 10
 
 
 class Origin(NamedTuple):
-    """Where a use comes from; the fields are those of Event. Both are cut to the ring's words where written."""
+    """Where a use comes from; the fields are those of Event."""
 
     step: int
     stream: int = 0
     rows: int = 1
     token: int = 0
+
+    def words(self) -> tuple[int, int, int, int]:
+        """The fields, cut to what the event ring has room for."""
+        return self.step % 2**32, self.stream % 2**16, min(self.rows, 2**16 - 1), self.token
 
 
 class Event(NamedTuple):

@@ -39,15 +39,15 @@ class Model:
     """A model with one way to run it. `source` is None for the resident one, as are `client` and `prefetch`."""
 
     def __init__(self, model: Any, source: ExpertSource | None, prefill_rows: int) -> None:
-        self._model = model
-        self._source = source
+        self.model = model
+        self.source = source
         self.prefill_rows = prefill_rows
         self.client: PoolClient | None = None
         self.prefetch: DaemonProcess | None = None
 
     def greedy(self, prompt: Sequence[int], n_tokens: int) -> tuple[Logits, list[int]]:
         """Return the logits (n_tokens, vocab) of each step, and the tokens that greedy decoding picks."""
-        cache = make_prompt_cache(self._model)
+        cache = make_prompt_cache(self.model)
         for start in range(0, len(prompt) - 1, self.prefill_rows):
             self._run(prompt[start : min(start + self.prefill_rows, len(prompt) - 1)], cache)
         rows, ids = [], [prompt[-1]]
@@ -57,12 +57,12 @@ class Model:
         return np.stack(rows), ids[1:]
 
     def _run(self, ids: Sequence[int], cache: list[Any]) -> Logits:
-        if self._source is not None:
-            self._source.begin(lambda: False, 0, ids)
-        last = self._model(mx.array([list(ids)]), cache=cache)[0, -1]
+        if self.source is not None:
+            self.source.begin(lambda: False, 0, ids)
+        last = self.model(mx.array([list(ids)]), cache=cache)[0, -1]
         mx.eval(last, [c.state for c in cache])
-        if self._source is not None:
-            self._source.finish()
+        if self.source is not None:
+            self.source.finish()
         return np.array(last)
 
 
@@ -77,19 +77,20 @@ def resident(checkpoint: Path, prefill_rows: int = 64) -> Model:
 def streamed(store_path: Path, pool: str, kernels: str = "scalar", **env: str) -> Iterator[Model]:
     """The same model over a pool of `pool` (a share or a size). Checks at the end that no expert was unplaced."""
     store = Store.open(store_path)
-    settings = {"SPARKLE_MODEL": str(store_path), "SPARKLE_POOL": pool, **env}
-    plan = budget.derive(config.load(environ=settings), store)
+    environ = {"SPARKLE_MODEL": str(store_path), "SPARKLE_POOL": pool, "SPARKLE_THREADS": "2", **env}
+    settings = config.load(environ=environ)
+    plan = budget.derive(settings, store)
     with (
         tempfile.TemporaryDirectory(prefix="spk-", dir="/tmp") as folder,
-        spawn("prefetch", Path(folder), settings) as prefetch,
+        spawn("prefetch", Path(folder), environ) as prefetch,
     ):
         prefetch.wait_for_state("ready")
         main_layers = [layer.index for layer in store.layers if layer.kind == "main"]
         client = PoolClient(RunDir(Path(folder)), store, main_layers, "test")
         try:
             client.attach(ATTACH_S)
-            source = ExpertSource(client, PoolArrays(client, mx.float32))
-            loaded = load(store, source, cpu.processor(kernels, threads=2))
+            source = ExpertSource(client, PoolArrays(client, mx.float32), cpu.processor(kernels, settings.threads))
+            loaded = load(store, source)
             model = Model(loaded.model, source, plan.prefill_rows)
             model.client, model.prefetch = client, prefetch
             yield model

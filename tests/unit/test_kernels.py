@@ -119,7 +119,9 @@ def test_many_small_jobs_of_many_threads() -> None:
 HIDDEN, INNER = 192, 96
 
 
-def _experts(rng: np.random.Generator, n: int, bits: Sequence[int], dtype: mx.Dtype) -> tuple[list[Quantized], object]:
+def quantized_experts(
+    rng: np.random.Generator, n: int, bits: Sequence[int], dtype: mx.Dtype
+) -> tuple[list[Quantized], _mlx_ops.ExpertMlp]:
     """Gate, up and down of n experts, stacked, and what computes them; the slots begin at 5."""
     shapes = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
     stacks, projections = [], []
@@ -146,10 +148,10 @@ def test_experts_are_what_mlx_computes(
     processor: _mlx_ops.Processor, bits: tuple[int, int, int], dtype: mx.Dtype
 ) -> None:
     rng = np.random.default_rng(sum(bits))
-    stacks, experts = _experts(rng, 7, bits, dtype)
+    stacks, experts = quantized_experts(rng, 7, bits, dtype)
     x = mx.array(rng.normal(size=(6, HIDDEN)).astype(np.float32))
     chosen = np.stack([rng.permutation(7)[:3] for _ in range(6)])
-    y = _mlx_ops.expert_mlp(processor, experts, x, mx.array((chosen + 5).astype(np.int32)))  # type: ignore[arg-type]
+    y = _mlx_ops.expert_mlp(processor, experts, x, mx.array((chosen + 5).astype(np.int32)))
     for row in range(6):
         for k in range(3):
             gate, up, down = (_of(stack, int(chosen[row, k])) for stack in stacks)
@@ -177,29 +179,29 @@ def _check_expert(
     _check(processor, y, _by_mlx(inner, down, 32, bits[2])[0], _exact(exact, down, 32, bits[2])[0])
 
 
-def _one(processor: _mlx_ops.Processor, experts: object, row: mx.array, slot: int) -> mx.array:
-    y = _mlx_ops.expert_mlp(processor, experts, row[None], mx.array([[slot]], mx.int32))  # type: ignore[arg-type]
+def _one(processor: _mlx_ops.Processor, experts: _mlx_ops.ExpertMlp, row: mx.array, slot: int) -> mx.array:
+    y = _mlx_ops.expert_mlp(processor, experts, row[None], mx.array([[slot]], mx.int32))
     return y[0, 0]
 
 
 def test_large_and_small_gates(processor: _mlx_ops.Processor) -> None:
     """SwiGLU where e ** x overflows or vanishes: no NaN, and the limits of the function."""
     rng = np.random.default_rng(0)
-    stacks, experts = _experts(rng, 1, (8, 8, 8), mx.float32)
+    stacks, experts = quantized_experts(rng, 1, (8, 8, 8), mx.float32)
     x = mx.array(rng.normal(size=(1, HIDDEN)).astype(np.float32)) * 1e3
-    y = _mlx_ops.expert_mlp(processor, experts, x, mx.array([[5]], mx.int32))  # type: ignore[arg-type]
+    y = _mlx_ops.expert_mlp(processor, experts, x, mx.array([[5]], mx.int32))
     gate, up, down = (_of(stack, 0) for stack in stacks)
     _check_expert(processor, y[0, 0], x, (gate, up, down), (8, 8, 8))
 
 
 def test_no_slot_is_zero_and_a_wrong_one_an_error(processor: _mlx_ops.Processor) -> None:
-    _, experts = _experts(np.random.default_rng(0), 2, (8, 8, 8), mx.float32)
+    _, experts = quantized_experts(np.random.default_rng(0), 2, (8, 8, 8), mx.float32)
     x = mx.ones((1, HIDDEN))
-    y = _mlx_ops.expert_mlp(processor, experts, x, mx.array([[-1, 5]], mx.int32))  # type: ignore[arg-type]
+    y = _mlx_ops.expert_mlp(processor, experts, x, mx.array([[-1, 5]], mx.int32))
     assert not y[0, 0].any() and y[0, 1].any()
     for slot in (4, 7):
         with pytest.raises(RuntimeError, match=f"slot {slot} is in no region"):
-            mx.eval(_mlx_ops.expert_mlp(processor, experts, x, mx.array([[slot]], mx.int32)))  # type: ignore[arg-type]
+            mx.eval(_mlx_ops.expert_mlp(processor, experts, x, mx.array([[slot]], mx.int32)))
 
 
 # --- what cannot be computed ----------------------------------------------------------------------------------------

@@ -92,14 +92,22 @@ def replace_linears(model: nn.Module, use: _mlx_ops.Processor) -> None:
     model.update_modules(tree_unflatten(native))
 
 
+def can_read(layout: LayoutClass) -> bool:
+    """Whether kernels read this class's records."""
+    names = {f"{projection}.{array}" for projection in PROJECTIONS for array in ARRAYS}
+    return {piece.name for piece in layout.pieces} == names and all(
+        name in layout.quant and layout.quant[name].mode == "affine" for name in PROJECTIONS
+    )
+
+
 def can_compute(switch: Any, layout: LayoutClass) -> bool:
     """Whether ExpertMlp computes what this switch does."""
-    names = {f"{projection}.{array}" for projection in PROJECTIONS for array in ARRAYS}
-    return (
-        {piece.name for piece in layout.pieces} == names
-        and all(name in layout.quant and layout.quant[name].mode == "affine" for name in PROJECTIONS)
-        and isinstance(getattr(switch, "activation", None), SwiGLU)
-    )
+    return can_read(layout) and isinstance(getattr(switch, "activation", None), SwiGLU)
+
+
+def n_outputs(layout: LayoutClass) -> int:
+    """Width of what an expert gives."""
+    return next(piece.shape[0] for piece in layout.pieces if piece.name == "down_proj.weight")
 
 
 def expert_mlp(regions: list[Region]) -> _mlx_ops.ExpertMlp:

@@ -174,10 +174,10 @@ class Engine:
         self._client.attach(config.START_DEADLINE_S, self._is_stopping.is_set)
         is_cpu = mx.default_device().type == mx.DeviceType.cpu
         arrays = PoolArrays(self._client, widen_to=mx.float32 if is_cpu else None)
-        source = ExpertSource(self._client, arrays)
-        began = time.monotonic()
         processor = cpu.processor(self._settings.kernels, self._settings.threads) if is_cpu else None
-        loaded = load(self._store, source, processor)
+        source = ExpertSource(self._client, arrays, processor)
+        began = time.monotonic()
+        loaded = load(self._store, source)
         if processor is not None:
             self.device += f" ({processor.kernels}, {processor.n_threads} threads)"
         self.device += f", {str(loaded.dtype).rpartition('.')[2]}"

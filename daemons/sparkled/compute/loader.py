@@ -16,7 +16,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from sparkle import _mlx_ops
 from sparkle.errors import BadRequest, StorageError
 from sparkle.manifest import ExpertLayer, Quant
 from sparkle.messages import Sampling
@@ -44,15 +43,15 @@ def compute_dtype() -> Any | None:
     return mx.float32 if mx.default_device().type == mx.DeviceType.cpu else None
 
 
-def load(store: Store, source: ExpertSource, processor: _mlx_ops.Processor | None = None) -> LoadedModel:
+def load(store: Store, source: ExpertSource) -> LoadedModel:
     """Return the model, its weights evaluated. Raises StorageError naming what doesn't fit.
 
-    processor: computes quantised weights on the CPU in the place of MLX's own code.
+    The source's processor, if it has one, computes quantised weights in the place of MLX's own code.
     """
     model = _build(store)
     quants = _quants(store)
     nn.quantize(model, class_predicate=lambda path, _: _as_arguments(quants.get(path)))
-    _stream_experts(model, store, source, processor)
+    _stream_experts(model, store, source)
     with store.resident_path.open("rb", buffering=0) as file:
         verify_file(store, store.resident_path.name, file)  # and into the page cache, whence mx.load reads it
     try:
@@ -60,8 +59,8 @@ def load(store: Store, source: ExpertSource, processor: _mlx_ops.Processor | Non
         model.load_weights(list(weights.items()), strict=True)
     except (ValueError, RuntimeError) as e:  # RuntimeError: not a sound safetensors file
         raise StorageError(f"{store.resident_path} does not fit mlx-lm's model: {e}; prepare the store again") from e
-    if processor is not None:
-        cpu.replace_linears(model, processor)
+    if source.processor is not None:
+        cpu.replace_linears(model, source.processor)
     _look_ahead(model, store)
     dtype = compute_dtype()
     if dtype is not None:
@@ -78,12 +77,12 @@ def load(store: Store, source: ExpertSource, processor: _mlx_ops.Processor | Non
     )
 
 
-def _stream_experts(model: Any, store: Store, source: ExpertSource, processor: _mlx_ops.Processor | None) -> None:
+def _stream_experts(model: Any, store: Store, source: ExpertSource) -> None:
     """Put a StreamedExperts in the place of every switch."""
     for layer in _main_layers(store):
         block, name = _parent(model, layer.module)
         layout = store.classes[layer.layout]
-        setattr(block, name, StreamedExperts(getattr(block, name), layer, layout, source, processor))
+        setattr(block, name, StreamedExperts(getattr(block, name), layer, layout, source))
 
 
 def _look_ahead(model: Any, store: Store) -> None:

@@ -86,6 +86,14 @@ class PoolArrays:
             self._experts[layout] = cpu.expert_mlp([r for r in self._client.regions if r.spec.layout == layout])
         return self._experts[layout]
 
+    def all_experts(self) -> list[_mlx_ops.ExpertMlp | None]:
+        """`experts` of every layout class; None for those whose records no kernel reads, or that have no region."""
+        of_class = {region.spec.layout: region.layout for region in self._client.regions}
+        return [
+            self.experts(i) if i in of_class and cpu.can_read(of_class[i]) else None
+            for i in range(max(of_class, default=-1) + 1)
+        ]
+
     def _widened(self, array: mx.array, piece: Piece) -> mx.array:
         return array.astype(self._widen_to) if self._widen_to is not None and piece.dtype in _FLOATS else array
 

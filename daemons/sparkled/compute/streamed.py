@@ -4,11 +4,16 @@ The switch's own code runs on a compact copy of just the experts that this step 
 arrays of those slots, the indices are renumbered, and nothing else differs. So every family whose experts live in a
 switch streams by the same mechanism, and float32 results on the CPU equal the resident model's bit for bit.
 
+Where Sparkle's own kernels compute the experts (CPU), a small step is one lazy graph: look-up, waiting and release
+happen while it runs, on MLX's thread (native/src/expert_stream.h), and Python has a hand in it only for what is absent.
+Elsewhere the host reads each layer's routing first.
+
 Where some experts are missing in a small step, those that are there are computed while the disk reads the others. Every
 (row, expert) product has its own order of accumulation, so the split changes no bit of the result.
 
 INVARIANT: slots are released only after every array built from them has been evaluated or dropped.
 INVARIANT: nothing is held while the prefetch daemon is waited for (two clients cannot block each other).
+INVARIANT: while a step's graph runs the model thread waits for it, so the PoolClient is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -31,23 +36,70 @@ from sparkled.compute.slots import PoolArrays
 
 Indices = NDArray[np.int64]
 Router = Callable[[mx.array], mx.array]  # a layer's gate: (…, hidden) -> (…, n_experts)
+Ahead = tuple[ExpertLayer, mx.array]  # a later layer, and its router's logits
 
 # mlx-lm's switches sort their pairs from this many on, and a GPU's kernels for sorted pairs round differently.
 SORTED_FROM = 64
+
+
+class Demand:
+    """What a step's graph asks for while it runs: the waiting calls of a PoolClient. A _mlx_ops.Provider.
+
+    follow: called when the pool may have been mapped anew.
+    """
+
+    def __init__(
+        self, client: PoolClient, origin: Origin, should_abort: Callable[[], bool], follow: Callable[[], None]
+    ) -> None:
+        self._client = client
+        self._origin = origin
+        self._should_abort = should_abort
+        self._follow = follow
+        self._fetch: Fetch | None = None
+
+    def look_up(self, layer: int, experts: list[int]) -> list[int]:
+        slots = self._client.look_up(layer, experts, self._origin, self._should_abort)
+        self._follow()
+        return slots
+
+    def fetch(self, layer: int, experts: list[int]) -> None:
+        self._fetch = self._client.fetch(layer, experts)
+
+    def wait(self) -> list[int]:
+        fetch, self._fetch = self._fetch, None
+        if fetch is None:
+            raise RuntimeError("a wait without a fetch")
+        slots = self._client.wait(fetch, self._should_abort)
+        self._follow()
+        return slots
+
+    def hint(self, layer: int, experts: list[int]) -> None:
+        self._client.hint(layer, experts, "router")
+
+    def abandon(self) -> None:
+        """Take back what was asked for and will not be waited for."""
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            self._client.abandon(fetch)
 
 
 class ExpertSource:
     """Gives the layers of one step their experts. Used by the model thread alone.
 
     A step is bracketed by `begin` and `finish` (or `abandon` after an exception).
+
+    processor: computes the experts where they lie, if it can; None: MLX does, on copies.
     """
 
-    def __init__(self, client: PoolClient, arrays: PoolArrays) -> None:
+    def __init__(self, client: PoolClient, arrays: PoolArrays, processor: _mlx_ops.Processor | None = None) -> None:
+        self.processor = processor
         self._client = client
         self._arrays = arrays
+        self._stream = None if processor is None else _mlx_ops.ExpertStream(processor)
+        self._generation = -1
         self._held: list[int] = []
         self._output: mx.array | None = None
-        self._fetch: Fetch | None = None
+        self._demand: Demand | None = None
         self._should_abort: Callable[[], bool] = lambda: False
         self._origin = Origin(0)
         self._wants_hints = False
@@ -57,18 +109,55 @@ class ExpertSource:
         self._origin = Origin(self._origin.step + 1, stream, len(ids), ids[-1])
         self._should_abort = should_abort
         self._wants_hints = self._client.native.wants_hints
+        self._demand = Demand(self._client, self._origin, should_abort, self._follow)
+        if self._stream is not None:
+            self._follow()
+            self._stream.begin(*self._origin.words(), self._demand)
 
     def finish(self) -> None:
-        """End a step: complete the last layer and let go of its slots."""
+        """End a step: complete the last layer and let go of its slots. Raises what went wrong in the step's graph: what
+        was evaluated is worth nothing then."""
         self.release()
+        self._check()
+        self._end()
 
     def abandon(self) -> None:
         """End a step that failed: what was built from the slots is dropped, never evaluated."""
         self._output = None
-        fetch, self._fetch = self._fetch, None
-        if fetch is not None:
-            self._client.abandon(fetch)
+        if self._demand is not None:
+            self._demand.abandon()
         self.release()
+        self._end()
+
+    def _end(self) -> None:
+        self._demand = None
+        if self._stream is not None:
+            self._stream.end()
+
+    def _check(self) -> None:
+        if self._stream is not None:
+            self._stream.check()
+
+    def _follow(self) -> None:
+        """Show the stream the pool that is mapped now."""
+        if self._stream is not None and self._generation != self._client.generation:
+            self._stream.attach(self._client.native.share(), self._arrays.all_experts())
+            self._generation = self._client.generation
+
+    def stream(
+        self, layer: ExpertLayer, layout: LayoutClass, x: mx.array, indices: mx.array, ahead: Sequence[Ahead]
+    ) -> mx.array:
+        """Return (n_rows, top_k, hidden), lazy, of x (n_rows, hidden) and indices (n_rows, top_k); see ExpertStream.
+
+        ahead: later layers, and their routers' logits for x.
+        """
+        if self._stream is None:
+            raise RuntimeError("no processor computes experts in a stream")
+        forecasts = [(later.index, later.top_k, logits) for later, logits in ahead]
+        n_out = cpu.n_outputs(layout)
+        return _mlx_ops.streamed_mlp(
+            self._stream, layer.index, layer.layout, n_out, x, indices.astype(mx.uint32), forecasts
+        )
 
     @property
     def wants_hints(self) -> bool:
@@ -81,6 +170,7 @@ class ExpertSource:
         if self._should_abort():
             raise Cancelled("cancelled within a step")
         mx.eval(indices, *guesses, *([] if self._output is None else [self._output]))
+        self._check()
         return np.array(indices).astype(np.int64), [np.array(g) for g in guesses]
 
     def look_up(self, layer: ExpertLayer, experts: list[int]) -> NDArray[np.int64]:
@@ -91,15 +181,20 @@ class ExpertSource:
 
     def fetch(self, layer: ExpertLayer, experts: list[int]) -> None:
         """Ask for experts; `wait` follows. What is held must be evaluated and released in between."""
-        self._fetch = self._client.fetch(layer.index, experts)
+        self._running.fetch(layer.index, experts)
 
     def wait(self) -> NDArray[np.int64]:
         """Return the held slots of what was asked for last."""
-        fetch, self._fetch = self._fetch, None
-        if fetch is None or self._held:
-            raise RuntimeError("a wait without a fetch, or while slots are held")
-        self._held = self._client.wait(fetch, self._should_abort)
+        if self._held:
+            raise RuntimeError("a wait while slots are held")
+        self._held = self._running.wait()
         return np.asarray(self._held)
+
+    @property
+    def _running(self) -> Demand:
+        if self._demand is None:
+            raise RuntimeError("experts are asked for outside of a step")
+        return self._demand
 
     def hint(self, layer: int, logits: NDArray[np.float32], n: int) -> None:
         """Tell the prefetch daemon which of a later layer's likeliest `n` experts are not in the pool."""
@@ -133,22 +228,14 @@ class StreamedExperts(nn.Module):  # type: ignore[misc]  # mlx is untyped
 
     `_ahead`: routers of the MoE layers that follow, by store layer, set by the loader. Given this layer's input they
     guess, ahead of time, what those layers will choose.
-
-    processor: computes the experts where they lie, if it can; None: MLX does, on copies.
     """
 
-    def __init__(
-        self,
-        switch: nn.Module,
-        layer: ExpertLayer,
-        layout: LayoutClass,
-        source: ExpertSource,
-        processor: _mlx_ops.Processor | None,
-    ) -> None:
+    def __init__(self, switch: nn.Module, layer: ExpertLayer, layout: LayoutClass, source: ExpertSource) -> None:
         super().__init__()
-        self._processor = processor if cpu.can_compute(switch, layout) else None
+        self._processor = source.processor if cpu.can_compute(switch, layout) else None
         self._switch = switch  # the underscore keeps it out of parameters()
         self._layer = layer
+        self._layout = layout
         self._source = source
         self._ahead: list[tuple[ExpertLayer, Router]] = []
         self._targets = [_target(switch, piece.name, layer) for piece in layout.pieces]
@@ -161,6 +248,10 @@ class StreamedExperts(nn.Module):  # type: ignore[misc]  # mlx is untyped
         """x: (…, hidden); indices: (…, top_k), ids in [0, n_experts). Returns (…, top_k, hidden)."""
         source, layer = self._source, self._layer
         ahead = self._ahead if source.wants_hints else []
+        if self._processor is not None and indices.size < SORTED_FROM and not (args or kwargs):
+            rows, top = x.reshape(-1, x.shape[-1]), indices.reshape(-1, indices.shape[-1])
+            guessed = [(later, router(x)) for later, router in ahead]
+            return source.stream(layer, self._layout, rows, top, guessed).reshape(*indices.shape, -1)
         routing, guesses = source.route(indices, [router(x)[..., -1, :] for _, router in ahead])
         experts, compact = np.unique(routing, return_inverse=True)
         compact = compact.reshape(routing.shape)
