@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kUnit = kWidth < 8 ? 8 : kWidth;    // values unpacked at once: whole bytes at any number of bits
 constexpr int kVectors = kUnit / kWidth;          // of a unit
+constexpr int kLineBytes = 64;                    // of a cache
 constexpr int kRowBlock = 32;                     // rows that stay in the second-level cache while weights stream by
 
 inline F32 load(const float* p) {
@@ -116,6 +117,14 @@ struct Tile {
   int n_groups, group;
 };
 
+// Ask for `n` bytes of each output's weights, `ahead` of where it stands: a row is too short for the processor to see that
+// the next one follows. Past the end of the matrix nothing happens.
+template <int kOutputs>
+inline void fetch_ahead(const std::uint8_t* const* w, std::size_t ahead, int n) {
+  for (int o = 0; o < kOutputs; ++o)
+    for (int i = 0; i < n; i += kLineBytes) __builtin_prefetch(w[o] + ahead + i);
+}
+
 // kRows rows by kOutputs outputs, from the tile's output `first` on.
 template <int kBits, int kRows, int kOutputs>
 void tile(const Tile& t, int first, const float* const* x, const float* const* sums, float* y,
@@ -125,6 +134,7 @@ void tile(const Tile& t, int first, const float* const* x, const float* const* s
   for (int o = 0; o < kOutputs; ++o) w[o] = t.w + (first + o) * t.row_bytes;
   for (int g = 0, k = 0; g < t.n_groups; ++g) {
     F32 part[kRows][kOutputs] = {};
+    if constexpr (kRows <= 2) fetch_ahead<kOutputs>(w, kOutputTile * t.row_bytes, t.group * kBits / 8);
     for (const int end = k + t.group; k < end; k += kUnit) {
       for (int o = 0; o < kOutputs; ++o) {
         F32 q[kVectors];
